@@ -1,0 +1,1 @@
+"""What survives a crash? Floor 2."""

@@ -1,0 +1,1 @@
+"""How do I say it? Floor 5."""

@@ -1,0 +1,1 @@
+"""Who starts it, watches it, restarts it? Floor 2. Never imports torch."""

@@ -1,0 +1,1 @@
+"""What is the model on one device? Floor 2."""

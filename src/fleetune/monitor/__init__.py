@@ -1,0 +1,1 @@
+"""What happened? Floor 2."""

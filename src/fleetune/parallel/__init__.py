@@ -1,0 +1,1 @@
+"""How is it spread over ranks? Floor 3."""

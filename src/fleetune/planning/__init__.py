@@ -1,0 +1,1 @@
+"""Will it fit, how fast, and what is best? Floor 2. Never imports torch."""
