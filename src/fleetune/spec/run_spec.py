@@ -17,8 +17,8 @@ class _Section(BaseModel):
 
 def _field(default: Any, help: str, *, aliases: tuple[str, ...] = (), resume: bool = False, **limits: Any) -> Any:
     """One field of the spec. `aliases`: other tools' names for it. `resume`: whether it may change on `--resume`."""
-    extra = {"aliases": list(aliases), "resume": resume}
-    return Field(default, description=help, json_schema_extra=extra, **limits)  # type: ignore[call-overload]
+    extra: Any = {"aliases": list(aliases), "resume": resume}
+    return Field(default, description=help, json_schema_extra=extra, **limits)
 
 
 def _words(value: Any) -> Any:
