@@ -189,6 +189,11 @@ class OutputSection(_Section):
     evaluate_every: int = _field(
         0, "Evaluate on the held-out rows every so many steps; 0 only before and after.", ge=0, resume=True
     )
+    exact_match: bool = _field(
+        False, "Also let the model answer the held-out rows, before and after, and count the answers that are exactly right.",
+        resume=True,
+    )
+    max_new_tokens: int = _field(128, "Longest answer, in tokens, when --exact-match lets the model answer.", ge=1, resume=True)
     early_stop: int = _field(
         0, "Stop after this many evaluations without a better held-out loss; 0 never does.", ge=0, resume=True
     )

@@ -1,0 +1,45 @@
+"""What preparation found, handed from `prepare` (once a node) to every worker through `prepared.json`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from fleetune.spec.run_folder import RunFolder, read_json, write_json
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a worker needs that costs time or a network to find.
+
+    model_folder: an ordinary model folder, weights in the dtype they are used in. adapter_folder: an adapter to go on with.
+    store, validation_store: token stores. data_fingerprint: content of data, tokenizer, template, options and code version.
+    precision: `fp32`, `bf16` or `fp16`, resolved. num_steps: steps of the run, known before step 1.
+    """
+
+    model_folder: str
+    model_name: str
+    model_fingerprint: str
+    adapter_folder: str | None
+    store: str
+    validation_store: str | None
+    data_fingerprint: str
+    precision: str
+    device: str
+    num_sequences: int
+    num_steps: int
+
+    def write(self, folder: RunFolder) -> None:
+        write_json(folder.prepared, asdict(self))
+
+    @staticmethod
+    def read(folder: RunFolder) -> Prepared:
+        values = read_json(folder.prepared)
+        values.pop("version")
+        return Prepared(**values)
+
+
+def precision_dtype(precision: str) -> str:
+    """The torch dtype's name of a precision."""
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+
+
