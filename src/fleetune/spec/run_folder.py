@@ -40,6 +40,7 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
+        """Rows with `event` (what), `attempt`, `rank`, `node`, `time` (seconds since 1970), and where known `step`, `cause`."""
         return self.path / "events.jsonl"
 
     @property
