@@ -1,0 +1,134 @@
+"""A causal language model on one device, as the engines use it: documents in, hidden states of what is trained out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fleetune.models import attention
+from fleetune.models.anatomy import Anatomy
+from fleetune.models.dropout import Randomness
+from fleetune.models.head import Head
+from fleetune.models.layout import LaidOut, Layout, lay_out
+from fleetune.models.probe import Traits, body_of, hidden_of, set_attention, using_attention
+from fleetune.spec.records import MicroBatch
+
+if TYPE_CHECKING:
+    from fleetune.models.lora import AdapterSettings
+
+
+class CausalModel:
+    """A transformers module with its anatomy. Made by `load_model`; `add_adapter` and `load_adapter` put an adapter in.
+
+    module: the transformers model; its adapter's layers stand in the places of linear layers.
+    layout: the layout that `lay_out` uses (see `choose_layout`).
+    compute_dtype: of the forward. Where trained weights are fp32 masters and it is another, `hidden` runs under autocast.
+    adapter: settings of the adapter, or None.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        anatomy: Anatomy,
+        traits: Traits,
+        *,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        randomness: Randomness,
+    ) -> None:
+        self.module = module
+        self.anatomy = anatomy
+        self.traits = traits
+        self.compute_dtype = compute_dtype
+        self.device = device
+        self.randomness = randomness
+        self.adapter: AdapterSettings | None = None
+        self._own_attention = str(module.config._attn_implementation)
+        self._attention_of_rows = self._own_attention
+        self.layout: Layout = "documents"
+        self.use_layout(choose_layout(traits, device))
+
+    def use_layout(self, layout: Layout) -> None:
+        """Use a layout from now on. Raises ValueError for `flat` where the family's attention cannot do it."""
+        if layout == "flat" and not self.traits.flat:
+            raise ValueError(f"{type(self.module).__name__} has no flat layout: {self.traits.not_flat}")
+        self.layout = layout
+        set_attention(self.module, attention.NAME if layout == "flat" else self._attention_of_rows)
+
+    def use_keyed_attention(self) -> None:
+        """In the documents layout, attend where dropout of probabilities can be keyed: not inside a fused kernel."""
+        self._attention_of_rows = "eager"
+        self.use_layout(self.layout)
+
+    @contextmanager
+    def own_attention(self) -> Iterator[nn.Module]:
+        """The plain transformers module, for `generate` and for whoever calls it without a `LaidOut`."""
+        with using_attention(self.module, self._own_attention):
+            yield self.module
+
+    def lay_out(self, micro_batch: MicroBatch, device: torch.device | None = None) -> LaidOut:
+        """A micro-batch as tensors on the model's device, in the model's layout."""
+        return lay_out(micro_batch, self.layout, self.device if device is None else device)
+
+    def hidden(self, laid_out: LaidOut) -> torch.Tensor:
+        """[N, H]: what the head is given at exactly the N positions that predict a trained token."""
+        options: dict[str, Any] = {}
+        if laid_out.layout == "flat":
+            options = {"position_ids": laid_out.positions, "laid_out": laid_out, "randomness": self.randomness}
+        with self.randomness.about(laid_out), self._autocast():
+            if self.traits.through_head:
+                states = self._at_head(laid_out.tokens, options)
+            else:
+                states = hidden_of(body_of(self.module, self.anatomy)(input_ids=laid_out.tokens, use_cache=False, **options))
+        return states.flatten(0, 1).index_select(0, laid_out.select)
+
+    @property
+    def head(self) -> Head:
+        module = self.module.get_submodule(self.anatomy.head)
+        return Head(module.weight, module.bias, self.compute_dtype, self.traits.scale, self.traits.softcap)  # type: ignore[arg-type]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [N, V] of hidden states [N, H]. All of them exist: give a few rows at a time."""
+        return self.head.logits(hidden)
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of everything that is trained, each once, in the module's order."""
+        return ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def _at_head(self, tokens: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """[R, C, H] at the head's door, of a family that changes them behind its body. The head itself sees one column."""
+        seen: list[torch.Tensor] = []
+
+        def at_door(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            seen.append(args[0])
+            return (args[0][:, :1], *args[1:])
+
+        hook = self.module.get_submodule(self.anatomy.head).register_forward_pre_hook(at_door)
+        try:
+            self.module(input_ids=tokens, use_cache=False, **options)
+        finally:
+            hook.remove()
+        return seen[0]
+
+    def _autocast(self) -> torch.autocast:
+        masters = self.compute_dtype != torch.float32 and self._has_masters
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=masters)
+
+    @property
+    def _has_masters(self) -> bool:
+        return self.module.get_submodule(self.anatomy.embedding).weight.dtype == torch.float32
+
+
+def choose_layout(traits: Traits, device: torch.device) -> Layout:
+    """The one place where a layout is chosen: the flat one, without padding, wherever it is exact."""
+    return "flat" if traits.flat else "documents"

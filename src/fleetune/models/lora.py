@@ -1,0 +1,168 @@
+"""Low-rank adapters as layers: LoRA (Hu et al. 2021, arXiv 2106.09685), rsLoRA (Kalajdzievski 2023, arXiv 2312.03732)
+and DoRA (Liu et al. 2024, arXiv 2402.09353), with the weights, names and results of PEFT's.
+
+A `LoraLinear` takes the place of a linear layer and keeps that layer's own parameters under their own names, so the base
+model's names do not change; the adapter's are `lora_A.weight`, `lora_B.weight` and `lora_magnitude_vector` beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fleetune.models.dropout import KeyedDropout, Randomness, name_key
+
+AdapterKind = Literal["lora", "dora", "rslora"]
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What an adapter is, apart from its weights.
+
+    targets: full names of the linear layers that have one. ranks, alphas: of those that differ from rank and alpha.
+    transposed: whether the base weights are [in, out] (transformers' Conv1D; PEFT's `fan_in_fan_out`).
+    """
+
+    kind: AdapterKind
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+    transposed: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+
+    def rank_of(self, target: str) -> int:
+        return dict(self.ranks).get(target, self.rank)
+
+    def scale_of(self, target: str) -> float:
+        """What the product of the two matrices is multiplied by."""
+        rank, alpha = self.rank_of(target), dict(self.alphas).get(target, self.alpha)
+        return alpha / math.sqrt(rank) if self.kind == "rslora" else alpha / rank
+
+
+class Factor(nn.Module):
+    """One matrix of an adapter: fp32 [rows, columns], a module of its own so that it is named `<factor>.weight`."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values)
+
+
+class LoraLinear(nn.Module):
+    """y = W x + b + scale * B A drop(x), with W and b frozen; DoRA rescales the rows of W + scale * B A to a learned norm.
+
+    base: `nn.Linear`, or transformers' `Conv1D` (then `transposed`). Its parameters are taken over as they are.
+    The adapter's weights are fp32; products are made in the dtype of the input, as the base layer's are.
+    """
+
+    def __init__(self, base: nn.Module, name: str, settings: AdapterSettings, seed: int, randomness: Randomness) -> None:
+        super().__init__()
+        self.weight = base.weight
+        self.bias = base.bias
+        self.transposed = type(base).__name__ == "Conv1D"
+        self.scale = settings.scale_of(name)
+        self.out_features, self.in_features = self.oriented().shape
+        device = base.weight.device
+        rank = settings.rank_of(name)
+        bound = 1 / math.sqrt(self.in_features)  # PEFT's: kaiming_uniform_(a=sqrt(5))
+        self.lora_A = Factor(keyed_uniform((rank, self.in_features), bound, seed, f"{name}.lora_A.weight").to(device))
+        self.lora_B = Factor(torch.zeros(self.out_features, rank, device=device))
+        magnitude = (
+            nn.Parameter(torch.linalg.vector_norm(self.oriented().detach().float(), dim=1)) if settings.kind == "dora" else None
+        )
+        self.register_parameter("lora_magnitude_vector", magnitude)
+        self.lora_dropout = KeyedDropout(settings.dropout, f"{name}.lora_dropout", randomness)
+
+    def oriented(self) -> torch.Tensor:
+        """The base weight as [out, in], a view."""
+        return self.weight.t() if self.transposed else self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], in the dtype of x."""
+        weight = self.oriented()
+        if x.dtype != weight.dtype:
+            x = x.to(weight.dtype)
+        a, b = self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype)
+        dropped = self.lora_dropout(x)
+        if self.lora_magnitude_vector is not None:
+            return self._dora(x, dropped, weight, a, b)
+        if dropped is x:
+            return _LoraLinear.apply(x, weight, self.bias, a, b, self.scale)
+        y = nn.functional.linear(x, weight, self.bias)
+        return y + nn.functional.linear(nn.functional.linear(dropped, a), b) * self.scale
+
+    def _dora(
+        self, x: torch.Tensor, dropped: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
+        """The norm of the rows is a constant for the gradient (section 4.3 of the paper).
+
+        With dropout the base's part of what is rescaled sees the dropped input, as in PEFT: y = W x + b +
+        (m / norm - 1) W x' + m / norm * scale * B A x', where x' = drop(x).
+        """
+        factor = self.lora_magnitude_vector / self._row_norms()
+        low = nn.functional.linear(nn.functional.linear(dropped, a), b) * self.scale
+        plain = nn.functional.linear(x, weight)
+        rescaled = plain if dropped is x else nn.functional.linear(dropped, weight)
+        y = plain + (factor - 1).to(x.dtype) * rescaled + factor.to(x.dtype) * low
+        return y if self.bias is None else y + self.bias
+
+    def _row_norms(self) -> torch.Tensor:
+        """fp32 [out]: norms of the rows of W + scale * B A, without a gradient."""
+        with torch.no_grad():
+            merged = torch.addmm(self.oriented().float(), self.lora_B.weight, self.lora_A.weight, alpha=self.scale)
+            return torch.linalg.vector_norm(merged, dim=1)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.lora_A.weight.shape[0]}"
+
+
+class _LoraLinear(torch.autograd.Function):
+    """The base layer and its adapter as one operation that keeps only its input.
+
+    The frozen weight gets no gradient, and x A^T (tokens x rank, far smaller than x) is made again in the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        y = nn.functional.linear(rows, weight, bias)
+        y.addmm_(rows @ a.t(), b.t(), alpha=scale)
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
+        needs_x, _, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
+        rows = x.reshape(-1, x.shape[-1])
+        d_rows = d_y.reshape(-1, d_y.shape[-1])
+        d_low = d_rows @ b
+        d_low *= ctx.scale
+        d_x = d_a = d_b = None
+        if needs_b:
+            d_b = torch.mm(d_rows.t(), rows @ a.t()).mul_(ctx.scale)
+        if needs_a:
+            d_a = d_low.t() @ rows
+        if needs_x:
+            d_x = (d_rows @ weight).addmm_(d_low, a).view_as(x)
+        return d_x, None, d_rows.sum(0) if needs_bias else None, d_a, d_b, None
+
+
+def keyed_uniform(shape: tuple[int, ...], bound: float, seed: int, name: str) -> torch.Tensor:
+    """fp32 on the CPU, uniform in [-bound, bound): a function of (seed, name), whatever any random state is."""
+    generator = torch.Generator().manual_seed(name_key("initial", seed, name))
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

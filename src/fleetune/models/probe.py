@@ -1,0 +1,207 @@
+"""What a built model does, found by running it on a handful of tokens: no list of families.
+
+One forward of three rows of three tokens with the model's own attention says whether it is causal, what happens between
+its body and its head and behind its head; one flat forward of the same documents says whether the flat layout means the
+same. Costs two forwards of nine tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fleetune.models import attention
+from fleetune.models.anatomy import Anatomy
+from fleetune.models.layout import lay_out
+from fleetune.spec.errors import UserError
+from fleetune.spec.records import MicroBatch
+
+#: Logits put behind the head to see what the family does with them: small ones show a scale, large ones a cap.
+_TRIAL_LOGITS = (0.0, 1e-3, -1e-3, 0.5, -2.0, 7.0, -20.0, 60.0, -300.0, 1e5, -1e5)
+#: Largest difference, relative to the largest value, that rounding explains.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What was found.
+
+    flat: whether the flat layout is exact here; else `not_flat` says why. through_head: the hidden states change between
+    body and head, so they are taken at the head's door. scale, softcap: what is done to the head's products (see `Head`).
+    """
+
+    flat: bool
+    not_flat: str
+    through_head: bool
+    scale: float
+    softcap: float | None
+
+
+def probe(model: nn.Module, anatomy: Anatomy, device: torch.device, *, try_flat: bool = True) -> Traits:
+    """Probe a transformers model that has its weights. Leaves it as it was. Raises UserError if it is not causal."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return _probe(model, anatomy, device, try_flat)
+    finally:
+        model.train(training)
+
+
+def _probe(model: nn.Module, anatomy: Anatomy, device: torch.device, try_flat: bool) -> Traits:
+    size = int(model.get_submodule(anatomy.embedding).weight.shape[0])  # type: ignore[union-attr, index]
+    tokens = np.array([7, 11, 13, 7, 11, 17, 19, 23, 29]) % size
+    rows = torch.from_numpy(tokens.reshape(3, 3)).to(device)
+    own = _own_forward(model, anatomy, rows)
+    tolerance = _TOLERANCE.get(own.at_head.dtype, 1e-4) * float(own.at_head.float().abs().max())
+    if _difference(own.at_head[0, :2], own.at_head[1, :2]) > tolerance:
+        raise UserError(
+            f"{type(model).__name__} lets a token see the tokens after it: it is not a causal language model as configured. "
+            "Give a decoder (for a BERT-like model, is_decoder in its config.json)"
+        )
+    through_head = _difference(own.of_body, own.at_head) > 0
+    scale, softcap = _behind_head(model, own.trial, own.logits)
+    reason = _why_not_flat(model, anatomy) if try_flat else "not asked for"
+    if not reason:
+        try:
+            flat = _flat_forward(model, anatomy, tokens[3:], device)
+            wanted = own.of_body[1:].reshape(6, -1)
+            off = _difference(flat.reshape(6, -1), wanted)
+            if not off <= tolerance:
+                reason = f"its flat forward differs from its own by {off:.2g}"
+        except Exception as error:  # whatever a family does with what it does not expect, the other layout is exact
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return Traits(not reason, reason, through_head, scale, softcap)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """of_body, at_head: [3, 3, H], the body's output and the head's input. trial, logits: [3, 3, V], what the head was
+    made to say, and what came out."""
+
+    of_body: torch.Tensor
+    at_head: torch.Tensor
+    trial: torch.Tensor
+    logits: torch.Tensor
+
+
+def _own_forward(model: nn.Module, anatomy: Anatomy, rows: torch.Tensor) -> _Own:
+    seen: dict[str, torch.Tensor] = {}
+
+    def at_body(module: nn.Module, args: Any, output: Any) -> None:
+        seen["body"] = hidden_of(output)
+
+    def at_head(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        seen["head"] = args[0]
+        values = torch.tensor(_TRIAL_LOGITS, dtype=torch.float32, device=output.device)
+        seen["trial"] = values.repeat(-(-output.shape[-1] // len(values)))[: output.shape[-1]].expand(output.shape)
+        return seen["trial"]
+
+    hooks = [
+        model.get_submodule(anatomy.head).register_forward_hook(at_head),
+        model.get_submodule(anatomy.body).register_forward_hook(at_body),
+    ]
+    try:
+        logits = model(input_ids=rows, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return _Own(seen["body"], seen["head"], seen["trial"], logits.float())
+
+
+def _behind_head(model: nn.Module, trial: torch.Tensor, logits: torch.Tensor) -> tuple[float, float | None]:
+    """(scale, softcap) that turn `trial` into `logits`. Raises UserError where it is neither."""
+    if logits.shape == trial.shape:
+        at = dict(zip(_TRIAL_LOGITS, logits.flatten(0, -2)[0].tolist()))
+        scale = round_to_float32(at[1e-3] / 1e-3)
+        if torch.allclose(logits, trial * scale, rtol=1e-5, atol=1e-9):
+            return scale, None
+        softcap = at[1e5]
+        if softcap > 0 and math.isfinite(softcap):
+            capped = torch.tanh(trial * scale / softcap) * softcap
+            if torch.allclose(logits, capped, rtol=1e-4, atol=1e-7):
+                return scale, softcap
+    raise UserError(
+        f"{type(model).__name__} changes its logits behind the head in a way that is neither a scale nor a soft cap: it "
+        "cannot be trained here. Give another model"
+    )
+
+
+def round_to_float32(value: float) -> float:
+    """The nearest number with few digits, where rounding of fp32 is all that is between them."""
+    short = float(f"{value:.6g}")
+    return short if math.isclose(short, value, rel_tol=1e-6) else value
+
+
+def _why_not_flat(model: nn.Module, anatomy: Anatomy) -> str:
+    if anatomy.recurrent:
+        return "its blocks carry a state from token to token"
+    if "position_ids" not in inspect.signature(body_of(model, anatomy).forward).parameters:
+        return "its body takes no positions"
+    return ""
+
+
+def _flat_forward(model: nn.Module, anatomy: Anatomy, tokens: np.ndarray, device: torch.device) -> torch.Tensor:
+    """[1, 6, H] of two documents of three tokens, after one lone document that shows the bare masks."""
+    for bounds, name in (([0, 6], attention.CHECKED_NAME), ([0, 3, 6], attention.NAME)):
+        count = len(bounds) - 1
+        batch = MicroBatch(
+            step=-1,
+            number=-1,
+            sequences=(0,),
+            tokens=tokens,
+            trained=np.zeros(6, dtype=bool),
+            document_bounds=np.array(bounds),
+            sequence_bounds=np.array([0, count]),
+            samples=("",) * count,
+        )
+        laid_out = lay_out(batch, "flat", device)
+        with using_attention(model, name):
+            output = body_of(model, anatomy)(
+                input_ids=laid_out.tokens, position_ids=laid_out.positions, use_cache=False, laid_out=laid_out
+            )
+    return hidden_of(output)
+
+
+def body_of(model: nn.Module, anatomy: Anatomy) -> nn.Module:
+    return model.get_submodule(anatomy.body)
+
+
+def hidden_of(output: Any) -> torch.Tensor:
+    """[R, C, H], the last hidden states of a body's output."""
+    hidden = getattr(output, "last_hidden_state", None)
+    return output[0] if hidden is None else hidden
+
+
+@contextmanager
+def using_attention(model: nn.Module, name: str) -> Iterator[None]:
+    """The model's layers call the attention registered as `name` inside."""
+    before = set_attention(model, name)
+    try:
+        yield
+    finally:
+        set_attention(model, before)
+
+
+def set_attention(model: nn.Module, name: str) -> str:
+    """Set a registered attention on the model's config, which its layers read at each call. Returns the one before."""
+    if name in (attention.NAME, attention.CHECKED_NAME):
+        attention.register()
+    before = str(model.config._attn_implementation)
+    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
+    for config in configs.values():
+        if hasattr(config, "_attn_implementation_internal"):
+            config._attn_implementation_internal = name
+    return before
+
+
+def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first.float() - second.float()).abs().max())

@@ -1,0 +1,100 @@
+"""Weights as they lie in a model folder: safetensors files, memory-mapped, and the names they have there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fleetune.spec.errors import UserError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The tensors of a model folder. files: stored name -> file."""
+
+    folder: Path
+    files: dict[str, Path]
+
+    @staticmethod
+    def open(folder: Path) -> StoredWeights:
+        """Read the names. Raises UserError when the folder has no safetensors, or an index that points elsewhere."""
+        from safetensors import safe_open
+
+        index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+        if single.is_file():
+            with safe_open(single, framework="pt") as file:
+                return StoredWeights(folder, dict.fromkeys(file.keys(), single))
+        if not index.is_file():
+            raise UserError(
+                f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}: give a folder with safetensors weights "
+                "(pickled .bin or .pt files are never read; convert them with transformers' save_pretrained first)"
+            )
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        strange = sorted({name for name in weight_map.values() if Path(name).name != name or not name.endswith(".safetensors")})
+        absent = sorted({name for name in weight_map.values() if name not in strange and not (folder / name).is_file()})
+        problems = [
+            f"{index} names the file {name!r}, which is not a plain safetensors name: do not use this model" for name in strange
+        ]
+        problems += [f"{index} names the file {name}, which is not there: download the model again" for name in absent]
+        if problems:
+            raise UserError(*problems)
+        return StoredWeights(folder, {key: folder / name for key, name in weight_map.items()})
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(stored name, tensor) file by file. On the CPU and memory-mapped: reading pages in, copies nothing.
+
+        A tensor stays valid after the file is closed. Writing into one would make a private copy of its pages: never do.
+        """
+        from safetensors import safe_open
+
+        for path in dict.fromkeys(self.files.values()):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                    if self.files.get(name) == path:
+                        yield name, file.get_tensor(name)
+
+
+def naming(model: nn.Module) -> Callable[[str], tuple[str, bool]]:
+    """How transformers reads a stored name for `model`: stored name -> (name in the model, needs converting).
+
+    Most names are the model's own, with or without the prefix of its body. Older checkpoints differ by renamings that
+    transformers knows. What it joins, splits or transposes while reading is said to need converting.
+    """
+    expected = model.state_dict(keep_vars=True).keys()
+    prefix = getattr(model, "base_model_prefix", "")
+    known: list[Any] = []
+
+    def name_of(stored: str) -> tuple[str, bool]:
+        for name in (stored, f"{prefix}.{stored}", stored.removeprefix(f"{prefix}.")):
+            if name in expected:
+                return name, False
+        if not known:
+            known.append(_conversions(model))
+        return known[0](stored)
+
+    return name_of
+
+
+def _conversions(model: nn.Module) -> Callable[[str], tuple[str, bool]]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state = model.state_dict(keep_vars=True)
+
+    def name_of(stored: str) -> tuple[str, bool]:
+        name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, state)
+        return name, pattern is not None
+
+    return name_of
