@@ -31,7 +31,9 @@ class Loader:
         if plan.num_sequences != store.num_sequences:
             raise ValueError(f"the plan counts {plan.num_sequences} sequences and the store has {store.num_sequences}")
         if plan.global_batch_size != batches.global_batch_size:
-            raise ValueError(f"a step of the plan has {plan.global_batch_size} sequences, of the batches {batches.global_batch_size}")
+            raise ValueError(
+                f"a step is {plan.global_batch_size} sequences in the plan, {batches.global_batch_size} in the batches"
+            )
         self.store = store
         self.plan = plan
         self.batches = batches

@@ -29,6 +29,8 @@ PART = np.dtype(
     ]
 )
 MANIFEST = "manifest.json"
+#: Rows that were set aside, one JSON object a line.
+BAD_ROWS = "bad_rows.jsonl"
 
 
 def map_array(path: Path, dtype: np.dtype) -> np.ndarray:
