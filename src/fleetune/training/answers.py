@@ -55,7 +55,9 @@ def question_of(sample: str, tokens: np.ndarray, trained: np.ndarray) -> Questio
     return Question(sample, tuple(int(t) for t in tokens[:start]), tuple(int(t) for t in tokens[start:end]))
 
 
-def ask(questions: Sequence[Question], generate: Generate, tokenizer: Any, *, max_new_tokens: int, batch: int) -> Iterator[Reply]:
+def ask(
+    questions: Sequence[Question], generate: Generate, tokenizer: Any, *, max_new_tokens: int, batch: int
+) -> Iterator[Reply]:
     """Answers to the questions, in batches of similar length (padding is work), in the order they come out."""
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
     for start in range(0, len(order), batch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from fleetune.checkpoint.store import CheckpointStore
@@ -14,6 +14,7 @@ from fleetune.parallel.engine import Engine
 from fleetune.parallel.world import World
 from fleetune.spec.errors import Preempted, UserError
 from fleetune.spec.records import StepBatch, StepReport
+from fleetune.training.assess import Stopped, perplexity
 
 #: So many steps in a row without an update (an fp16 loss scale that finds no footing) end the run.
 MAX_SKIPPED_STEPS = 20
@@ -118,13 +119,13 @@ def check_numbers(run: Run, batch: StepBatch, report: StepReport) -> None:
     run.skipped = 0 if report.applied else run.skipped + 1
     if run.skipped >= MAX_SKIPPED_STEPS:
         raise UserError(
-            f"the gradients of the last {run.skipped} steps (up to step {batch.step + 1}) were not finite, so nothing was learned: "
-            "lower --learning-rate, or try --precision fp32"
+            f"the gradients of the last {run.skipped} steps (up to step {batch.step + 1}) were not finite, so nothing was "
+            "learned: lower --learning-rate, or try --precision fp32"
         )
 
 
 def record(run: Run, batch: StepBatch, report: StepReport, learning_rate: float, step_s: float) -> bool:
-    """Write the step down (rank 0; steps are counted from 1 in every file), and agree with all ranks whether somebody was asked to stop."""
+    """Write the step down (rank 0; files count steps from 1). Returns whether any rank was asked to stop."""
     stop, peak_memory_bytes, data_wait_s = run.world.max([float(run.stop_requested()), run.peak_memory(), batch.data_wait_s])
     if run.monitor is not None:
         seconds = step_s + batch.data_wait_s
@@ -160,9 +161,12 @@ def record(run: Run, batch: StepBatch, report: StepReport, learning_rate: float,
 def evaluate(run: Run) -> bool:
     """Held-out loss now; remembers the best. Returns whether somebody was asked to stop meanwhile."""
     progress = run.progress
-    result = run.evaluate()
+    try:
+        result = run.evaluate()
+    except Stopped:
+        return True
     if result is None:
-        return run.world.any(run.stop_requested())
+        return False
     loss, _ = result
     progress.last_evaluated = progress.step
     if progress.best_loss is None or loss < progress.best_loss:
@@ -171,12 +175,7 @@ def evaluate(run: Run) -> bool:
         progress.evaluations_without_better += 1
     if run.monitor is not None:
         run.monitor.validation(progress.step, loss, perplexity(loss))
-    return run.world.any(run.stop_requested())
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), at most the largest float: a random model's loss must not end a run."""
-    return math.exp(min(loss, 700.0))
+    return False
 
 
 def given_up(run: Run) -> bool:
@@ -185,8 +184,6 @@ def given_up(run: Run) -> bool:
 
 def save(run: Run) -> None:
     """Save a complete checkpoint. A failed save is told and training goes on: the older checkpoint stands."""
-    from dataclasses import asdict
-
     progress = run.progress
     if run.monitor is not None:
         run.monitor.flush()

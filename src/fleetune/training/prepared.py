@@ -11,13 +11,15 @@ from fleetune.spec.run_folder import RunFolder, read_json, write_json
 class Prepared:
     """Everything a worker needs that costs time or a network to find.
 
-    model_folder: an ordinary model folder, weights in the dtype they are used in. adapter_folder: an adapter to go on with.
-    store, validation_store: token stores. data_fingerprint: content of data, tokenizer, template, options and code version.
+    model_folder: an ordinary model folder, weights in the dtype they are used in. hub_id: the hub's name of the model, where
+    it came from there. adapter_folder: an adapter to go on with. store, validation_store: token stores.
+    data_fingerprint: content of data, tokenizer, template, options and code version.
     precision: `fp32`, `bf16` or `fp16`, resolved. num_steps: steps of the run, known before step 1.
     """
 
     model_folder: str
     model_name: str
+    hub_id: str | None
     model_fingerprint: str
     adapter_folder: str | None
     store: str
@@ -41,5 +43,3 @@ class Prepared:
 def precision_dtype(precision: str) -> str:
     """The torch dtype's name of a precision."""
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
-
-

@@ -1,0 +1,310 @@
+"""From the spec to the parts of one rank. The last place that sees the spec."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetune.spec.batches import Batches, derive
+from fleetune.spec.errors import Preempted, UserError, raise_if_any
+from fleetune.spec.records import MicroBatch, StepBatch
+from fleetune.spec.run_folder import RunFolder, read_json, write_json
+from fleetune.spec.run_spec import RunSpec
+from fleetune.training.prepared import Prepared
+from fleetune.training.schedules import DEFAULT_LEARNING_RATE, Schedule
+
+if TYPE_CHECKING:
+    from fleetune.models.causal import CausalModel
+    from fleetune.parallel.engine import Engine
+    from fleetune.parallel.world import World
+    from fleetune.training.loop import Run
+    from fleetune.training.signals import StopRequest
+
+_log = logging.getLogger(__name__)
+
+
+def batches_of(spec: RunSpec, *, data_ranks: int) -> Batches:
+    """The division of a step. A resumed run on another world divides its first global batch unequally where it must."""
+    optimization = spec.optimization
+    return derive(
+        global_batch_size=optimization.global_batch_size,
+        micro_batch_size=optimization.micro_batch_size,
+        gradient_accumulation_steps=optimization.gradient_accumulation_steps,
+        data_ranks=data_ranks,
+        sequence_length=spec.rows.sequence_length,
+    )
+
+
+def learning_rate_of(spec: RunSpec) -> float:
+    return spec.optimization.learning_rate or DEFAULT_LEARNING_RATE[spec.adaptation.method]
+
+
+@dataclass
+class Parts:
+    """Everything one rank needs for one run, from its first step to its summary."""
+
+    spec: RunSpec
+    folder: RunFolder
+    prepared: Prepared
+    model: CausalModel
+    run: Run
+    batches: Batches
+    stop: StopRequest
+    attempt: int = 0
+    held_out: HeldOut | None = None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Loaded when somebody reads or writes text: the training itself needs none."""
+        from fleetune.models.tokenizer import load_tokenizer
+
+        weights = self.spec.weights
+        return load_tokenizer(
+            Path(self.prepared.model_folder), chat_template=weights.chat_template, allow_remote_code=weights.allow_remote_code
+        )
+
+    def steps(self) -> Iterator[StepBatch]:
+        """This rank's batches, from where the run stands to its end."""
+        from fleetune.data.loader import Loader
+        from fleetune.data.plan import plan_run
+        from fleetune.data.store import TokenStore
+
+        optimization = self.spec.optimization
+        store = TokenStore.open(Path(self.prepared.store))
+        plan = plan_run(
+            store.num_sequences,
+            seed=optimization.seed,
+            global_batch_size=self.batches.global_batch_size,
+            epochs=optimization.epochs,
+            max_steps=optimization.max_steps,
+            first_step=self.run.progress.step,
+            first_position=self.run.progress.next_sequence,
+        )
+        with Loader(store, plan, self.batches, self.run.world.data_rank, num_workers=self.spec.rows.num_workers) as loader:
+            yield from loader
+
+    def open_validation(self) -> None:
+        """Open the held-out rows, and say what they are worth before the first step."""
+        from fleetune.training.assess import Stopped
+        from fleetune.training.held_out import HeldOut
+
+        output = self.spec.output
+        run = self.run
+        self.held_out = HeldOut.open(
+            self.prepared.validation_store or "",
+            engine=run.engine,
+            model=self.model,
+            world=run.world,
+            micro_batch_tokens=self.spec.rows.sequence_length * self.batches.micro_batch_size,
+            stop_requested=run.stop_requested,
+            tokenizer=lambda: self.tokenizer,
+            max_new_tokens=output.max_new_tokens if output.exact_match else None,
+        )
+        run.evaluate = self.held_out.loss
+        if run.progress.step == 0:
+            try:
+                before = self.held_out.assess()
+            except Stopped:
+                raise Preempted("asked to stop before the first step: nothing is lost, start again with --resume") from None
+            run.progress.before = before.to_json()
+            if run.monitor is not None:
+                run.monitor.validation(0, before.loss, before.perplexity)
+                write_json(self.folder.path / "before.json", {"replies": self.held_out.replies_json()})
+
+    def replies_before(self) -> list[dict[str, Any]]:
+        path = self.folder.path / "before.json"
+        return read_json(path)["replies"] if path.exists() else []
+
+    def base_model_name(self) -> str:
+        """Where plain PEFT finds the base model again: the hub id a person typed, else the folder of its weights."""
+        return self.prepared.hub_id or self.prepared.model_folder
+
+
+@contextmanager
+def build(spec: RunSpec, folder: RunFolder, attempt: int, stop: StopRequest) -> Iterator[Parts]:
+    """Join the ranks, load the model, build the engine, and go on from the last complete checkpoint. All ranks."""
+    import torch
+
+    from fleetune.parallel.world import World
+
+    prepared = Prepared.read(folder)
+    if spec.layout.threads:
+        torch.set_num_threads(spec.layout.threads)
+    world = World.join(attempt=attempt, device=prepared.device)
+    parts = None
+    try:
+        model = load(spec, prepared, world)
+        parts = assemble(spec, folder, prepared, model, world, attempt, stop)
+        go_on(parts)
+        yield parts
+    finally:
+        if parts is not None and parts.run.monitor is not None:
+            parts.run.monitor.close()
+        world.leave()
+
+
+def assemble(
+    spec: RunSpec, folder: RunFolder, prepared: Prepared, model: CausalModel, world: World, attempt: int, stop: StopRequest
+) -> Parts:
+    """Put the parts of this rank together. Nothing is trained, read from a checkpoint or written yet."""
+    from fleetune.checkpoint.store import CheckpointStore
+    from fleetune.monitor.memory import PeakMemory
+    from fleetune.training.loop import Cadence, Progress, Run
+
+    batches = batches_of(spec, data_ranks=world.data_ranks)
+    output = spec.output
+    progress = Progress(schedule_steps=spec.optimization.schedule_steps or prepared.num_steps)
+    checkpoints = CheckpointStore(
+        folder.checkpoints,
+        rank=world.rank,
+        world_size=world.world_size,
+        barrier=world.barrier,
+        keep=output.keep_checkpoints,
+        fingerprints={"model": prepared.model_fingerprint, "data": prepared.data_fingerprint},
+    )
+    run = Run(
+        world=world,
+        engine=make_engine(spec, prepared, model, world),
+        monitor=None,
+        checkpoints=checkpoints,
+        schedule=lambda step: 0.0,
+        cadence=Cadence(prepared.num_steps, output.checkpoint_every, output.evaluate_every, output.early_stop),
+        evaluate=lambda: None,
+        stop_requested=lambda: stop.requested,
+        peak_memory=PeakMemory(torch_peak(world)),
+        progress=progress,
+    )
+    return Parts(spec, folder, prepared, model, run, batches, stop, attempt)
+
+
+def make_engine(spec: RunSpec, prepared: Prepared, model: CausalModel, world: World) -> Engine:
+    """The engine over this rank's model: `native`, in its replicate form."""
+    from fleetune.models.objective import TokenLoss
+    from fleetune.parallel.native import NativeEngine
+    from fleetune.training.optimizers import AdamWSettings, adamw
+
+    optimization, objective = spec.optimization, TokenLoss()
+
+    def forward(micro_batch: MicroBatch) -> tuple[Any, int]:
+        laid_out = model.lay_out(micro_batch)
+        return objective(model.hidden(laid_out), laid_out, model.head)
+
+    return NativeEngine(
+        forward,
+        list(model.trained()),
+        world=world,
+        optimizer=adamw(AdamWSettings(optimization.beta1, optimization.beta2, optimization.epsilon, optimization.weight_decay)),
+        gradient_clip=optimization.gradient_clip,
+        precision=prepared.precision,
+    )
+
+
+def go_on(parts: Parts) -> None:
+    """Restore the last complete checkpoint, if there is one, and open what records the run. All ranks.
+
+    The ranks agree on rank 0's choice: a checkpoint that only some of them can read is an error, never two histories.
+    """
+    from fleetune.training.loop import Progress, event
+
+    run = parts.run
+    checkpoint = run.checkpoints.latest()
+    steps = run.world.gather_json(checkpoint.step if checkpoint else None)
+    if len(set(steps)) > 1:
+        raise UserError(f"the ranks find different checkpoints in {parts.folder.checkpoints} (steps {steps}): share the folder")
+    if checkpoint is not None:
+        raise_if_any([f"{text}: start a new run with --run" for text in run.checkpoints.mismatches(checkpoint)])
+        horizon = parts.spec.optimization.schedule_steps
+        run.progress = Progress(**checkpoint.state)
+        run.progress.schedule_steps = horizon or run.progress.schedule_steps
+        run.engine.load(checkpoint.read)
+    run.schedule = schedule_of(parts.spec, run.progress.schedule_steps)
+    open_records(parts)
+    for refusal in run.checkpoints.refused:
+        event(run, "checkpoint_refused", cause=str(refusal))
+    record = {"world_size": run.world.world_size, "micro_batch_size": parts.batches.micro_batch_size}
+    event(run, "start", from_step=run.progress.step, num_steps=run.cadence.num_steps, **record, **sizes(parts))
+    if parts.prepared.validation_store is not None:
+        parts.open_validation()
+
+
+def sizes(parts: Parts) -> dict[str, int]:
+    """Bytes of this rank's parameters and of its optimizer's state (two fp32 moments of each trained parameter)."""
+    trained = [parameter for _, parameter in parts.model.trained()]
+    return {
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in parts.model.module.parameters()),
+        "trained_parameters": sum(p.numel() for p in trained),
+        "optimizer_bytes": sum(2 * 4 * p.numel() for p in trained),
+    }
+
+
+def open_records(parts: Parts) -> None:
+    """Rank 0 writes the run down."""
+    from fleetune.monitor.monitor import Monitor
+    from fleetune.monitor.sinks import make_sinks
+
+    if parts.run.world.rank:
+        return
+    sinks = make_sinks(parts.folder, tensorboard=parts.spec.output.tensorboard, first_step=parts.run.progress.step + 1)
+    parts.run.monitor = Monitor(parts.folder, attempt=parts.attempt, sinks=sinks)
+
+
+def schedule_of(spec: RunSpec, num_steps: int) -> Schedule:
+    optimization = spec.optimization
+    return Schedule(
+        peak=learning_rate_of(spec),
+        num_steps=num_steps,
+        shape=optimization.schedule,
+        warmup=optimization.warmup,
+        final_share=optimization.final_learning_rate_share,
+    )
+
+
+def torch_peak(world: World) -> Any:
+    """Peak bytes of the CUDA allocator, or None on a CPU (the process's own memory counts there)."""
+    if world.device.type != "cuda":
+        return None
+    import torch
+
+    return lambda: int(torch.cuda.max_memory_allocated(world.device))
+
+
+def load(spec: RunSpec, prepared: Prepared, world: World) -> CausalModel:
+    """The model on this rank's device: frozen with an adapter, or all of it trainable."""
+    from fleetune.models.adapters import add_adapter, load_adapter
+    from fleetune.models.build import load_model
+
+    adaptation, optimization = spec.adaptation, spec.optimization
+    is_full = adaptation.method == "full"
+    model = load_model(
+        Path(prepared.model_folder),
+        dtype=torch_dtype(prepared.precision),
+        device=world.device,
+        allow_remote_code=spec.weights.allow_remote_code,
+        trainable=is_full,
+        gradient_checkpointing=optimization.gradient_checkpointing,
+        seed=optimization.seed,
+    )
+    if is_full:
+        return model
+    if prepared.adapter_folder is not None:
+        return load_adapter(model, Path(prepared.adapter_folder), trainable=True)
+    return add_adapter(
+        model,
+        adapter=adaptation.adapter,
+        rank=adaptation.lora_rank,
+        alpha=adaptation.lora_alpha,
+        dropout=adaptation.lora_dropout,
+        targets=adaptation.lora_targets,
+        seed=optimization.seed,
+    )
+
+
+def torch_dtype(precision: str) -> Any:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -1,0 +1,139 @@
+"""`fleetune export`: the result of a run for other programs, checked against the trained model before it is published.
+
+The check loads what was written with plain transformers (and plain PEFT for an adapter), in the way its user will, and
+compares the logits of real rows with those of the model that was trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetune.spec.errors import CheckFailed, UserError
+from fleetune.spec.run_folder import RunFolder
+from fleetune.training.prepared import Prepared
+from fleetune.training.result import published
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from fleetune.models.causal import CausalModel
+
+#: Rows and tokens of each that the check reads: enough to see any wrong weight, few enough for seconds.
+CHECK_ROWS = 3
+CHECK_TOKENS = 96
+#: Largest difference of log-probabilities (nats) that rounding explains, by the precision of the weights.
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.05}
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """Where the export is, and how far its log-probabilities are from the trained model's (largest, in nats)."""
+
+    path: Path
+    kind: str
+    max_difference: float
+    tolerance: float
+    checked_with: str
+    rows: int
+
+
+def export_run(run: str, *, to: str, out: Path | None = None) -> ExportReport:
+    """Export a run's result as `adapter` or `merged` and check it. Raises UserError, or CheckFailed (nothing published)."""
+    folder = RunFolder(Path(run))
+    if not folder.prepared.exists():
+        raise UserError(f"{run} is not a run folder: give the folder that fleetune train wrote (runs/...)")
+    prepared = Prepared.read(folder)
+    is_adapter = (folder.adapter / "adapter_config.json").exists()
+    if not is_adapter and not (folder.model / "config.json").exists():
+        raise UserError(f"{run} has no result yet: finish it with fleetune train --run {run} --resume")
+    if to == "adapter" and not is_adapter:
+        raise UserError(f"{run} trained all weights, it has no adapter: use --to merged")
+    model = trained_model(prepared, folder, is_adapter=is_adapter)
+    rows = rows_to_check(prepared)
+    wanted = [log_probabilities_of(model, row) for row in rows]
+    target = out or folder.path / "export" / to
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty: give --out a new folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with published(target) as temporary:
+        write(to, model, folder, prepared, temporary)
+        difference = largest_difference(load_elsewhere(to, temporary, prepared), rows, wanted)
+        tolerance = TOLERANCE[prepared.precision]
+        if not difference <= tolerance:
+            raise CheckFailed(
+                f"the exported {to} differs from the trained model by {difference:.3g} nats on rows of its own data (rounding "
+                f"explains up to {tolerance:g}): nothing was published"
+            )
+    return ExportReport(target, to, difference, tolerance, "transformers" + (" and peft" if to == "adapter" else ""), len(rows))
+
+
+def trained_model(prepared: Prepared, folder: RunFolder, *, is_adapter: bool) -> CausalModel:
+    """The model as it was trained, with our own layers."""
+    import torch
+
+    from fleetune.models.adapters import load_adapter
+    from fleetune.models.build import load_model
+    from fleetune.training.build import torch_dtype
+
+    base = Path(prepared.model_folder) if is_adapter else folder.model
+    model = load_model(base, dtype=torch_dtype(prepared.precision), device=torch.device("cpu"), trainable=False)
+    if is_adapter:
+        model = load_adapter(model, folder.adapter, trainable=False)
+    model.eval()
+    return model
+
+
+def rows_to_check(prepared: Prepared) -> list[np.ndarray]:
+    """The first tokens of a few of the run's own rows; int64 [L] each."""
+    from fleetune.data.loader import evaluation_batches
+    from fleetune.data.store import TokenStore
+
+    store = TokenStore.open(Path(prepared.validation_store or prepared.store))
+    rows: list[Any] = []
+    for batch in evaluation_batches(store, micro_batch_tokens=1, data_rank=0, data_ranks=1, max_rows=CHECK_ROWS):
+        rows.append(batch.tokens[:CHECK_TOKENS].copy())
+        if len(rows) == CHECK_ROWS:
+            break
+    return rows
+
+
+def log_probabilities_of(model: CausalModel, tokens: np.ndarray) -> torch.Tensor:
+    """fp32 [L, V] of the trained model, by its plain forward."""
+    with model.own_attention() as module:
+        return log_probabilities(module, tokens)
+
+
+def log_probabilities(module: Any, tokens: np.ndarray) -> torch.Tensor:
+    import torch
+
+    with torch.no_grad():
+        logits = module(input_ids=torch.as_tensor(tokens)[None], use_cache=False).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def largest_difference(module: Any, rows: list[np.ndarray], wanted: list[torch.Tensor]) -> float:
+    """The largest difference (nats) of a log-probability, over all tokens with a probability that matters (over 1e-4)."""
+    largest = 0.0
+    for row, before in zip(rows, wanted):
+        after = log_probabilities(module, row)
+        matters = before > -9.2
+        largest = max(largest, float((before - after)[matters].abs().max()))
+    return largest
+
+
+def load_elsewhere(to: str, folder: Path, prepared: Prepared) -> Any:
+    """The export as its user will load it, with nothing of ours."""
+    from transformers import AutoModelForCausalLM
+
+    from fleetune.training.build import torch_dtype
+
+    dtype = torch_dtype(prepared.precision)
+    if to == "merged":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(prepared.model_folder, dtype=dtype)
+    return PeftModel.from_pretrained(base, folder).eval()

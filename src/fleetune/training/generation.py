@@ -1,0 +1,117 @@
+"""Replies: batched greedy decoding for exact match, and one conversation for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fleetune.training.answers import Generate
+
+if TYPE_CHECKING:
+    from fleetune.models.causal import CausalModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. temperature 0 is greedy decoding; top_p keeps the likeliest share of the mass."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def stop_tokens(model: CausalModel, tokenizer: Any) -> set[int]:
+    """Tokens that end a reply: the tokenizer's end of text, and those of the model's generation settings."""
+    found: set[int] = set()
+    settings = getattr(model.module, "generation_config", None)
+    for value in (tokenizer.eos_token_id, getattr(settings, "eos_token_id", None)):
+        found.update(value if isinstance(value, list | tuple) else [value])
+    return {int(token) for token in found if token is not None}
+
+
+def greedy(model: CausalModel, tokenizer: Any, *, also_stop_at: Iterable[int] = ()) -> Generate:
+    """A function that answers a batch of prompts by greedy decoding, each to the end of its turn."""
+    stop = stop_tokens(model, tokenizer) | set(also_stop_at)
+
+    def generate(prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        return generate_tokens(model, prompts, stop=stop, sampling=Sampling(max_new_tokens=max_new_tokens))
+
+    return generate
+
+
+def generate_tokens(
+    model: CausalModel,
+    prompts: list[list[int]],
+    *,
+    stop: set[int],
+    sampling: Sampling,
+    streamer: Any = None,
+) -> list[list[int]]:
+    """New tokens of each prompt, without the one that stops it. Prompts of unequal length are padded on the left."""
+    import torch
+
+    longest = max(len(prompt) for prompt in prompts)
+    padding = next(iter(stop), 0)
+    tokens = torch.full((len(prompts), longest), padding, dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
+        mask[row, longest - len(prompt) :] = 1
+    chosen: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if sampling.temperature > 0:
+        torch.manual_seed(sampling.seed)
+        chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    with torch.no_grad(), model.own_attention() as module:
+        out = module.generate(
+            input_ids=tokens.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=sorted(stop) or None,
+            pad_token_id=padding,
+            streamer=streamer,
+            **chosen,
+        )
+    return [until_stop(row[longest:].tolist(), stop) for row in out]
+
+
+def until_stop(tokens: list[int], stop: set[int]) -> list[int]:
+    for position, token in enumerate(tokens):
+        if token in stop:
+            return tokens[:position]
+    return tokens
+
+
+class Generator:
+    """A model that replies to conversations, in this process."""
+
+    def __init__(self, model: CausalModel, tokenizer: Any) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._stop = stop_tokens(model, tokenizer)
+
+    def reply(
+        self, messages: list[dict[str, Any]], sampling: Sampling | None = None, on_text: Callable[[str], None] | None = None
+    ) -> str:
+        """The model's next turn. `on_text` gets each piece of text as it comes out."""
+        prompt = self._prompt(messages)
+        streamer = _streamer(self._tokenizer, on_text) if on_text else None
+        (said,) = generate_tokens(self._model, [prompt], stop=self._stop, sampling=sampling or Sampling(), streamer=streamer)
+        return self._tokenizer.decode(said, skip_special_tokens=True)
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens the model is asked with: by its chat template, or for a model without one as the training did."""
+        from fleetune.data.conversation import prompt_tokens
+
+        return prompt_tokens(messages, self._tokenizer)
+
+
+def _streamer(tokenizer: Any, on_text: Callable[[str], None]) -> Any:
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            on_text(text)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

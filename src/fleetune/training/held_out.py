@@ -1,0 +1,78 @@
+"""The held-out rows of a run: evaluated in between, and before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetune.training.answers import Reply
+from fleetune.training.assess import Assessment, answer_all, assessment, held_out_loss
+
+if TYPE_CHECKING:
+    from fleetune.data.store import TokenStore
+    from fleetune.models.causal import CausalModel
+    from fleetune.parallel.engine import Engine
+    from fleetune.parallel.world import World
+
+
+@dataclass
+class HeldOut:
+    """Held-out rows with what is needed to evaluate a live model on them. Every method is called by all ranks.
+
+    tokenizer: gives the tokenizer when replies are decoded. max_new_tokens: None where no exact match was asked for.
+    """
+
+    store: TokenStore
+    engine: Engine
+    model: CausalModel
+    world: World
+    micro_batch_tokens: int
+    stop_requested: Callable[[], bool]
+    tokenizer: Callable[[], Any]
+    max_new_tokens: int | None = None
+    replies: list[Reply] = field(default_factory=list)
+
+    @staticmethod
+    def open(store: str | Path, **parts: Any) -> HeldOut:
+        from fleetune.data.store import TokenStore
+
+        return HeldOut(TokenStore.open(Path(store)), **parts)
+
+    def loss(self) -> tuple[float, int]:
+        """(mean loss per trained token, trained tokens). Raises `Stopped` when a rank was asked to stop."""
+        from fleetune.data.loader import evaluation_batches
+
+        batches = evaluation_batches(
+            self.store,
+            micro_batch_tokens=self.micro_batch_tokens,
+            data_rank=self.world.data_rank,
+            data_ranks=self.world.data_ranks,
+        )
+        self.model.eval()
+        try:
+            return held_out_loss(self.engine.evaluate, batches, self.world, self.stop_requested)
+        finally:
+            self.model.train()
+
+    def assess(self) -> Assessment:
+        """Loss, perplexity, and exact match where it was asked for; keeps the replies."""
+        from fleetune.training.evaluation import end_tokens, questions_of
+        from fleetune.training.generation import greedy
+
+        loss, trained_tokens = self.loss()
+        self.replies = []
+        if self.max_new_tokens is not None:
+            questions = questions_of(self.store)
+            tokenizer = self.tokenizer()
+            generate = greedy(self.model, tokenizer, also_stop_at=end_tokens(questions, tokenizer))
+            self.model.eval()
+            try:
+                self.replies = answer_all(questions, generate, tokenizer, self.world, max_new_tokens=self.max_new_tokens)
+            finally:
+                self.model.train()
+        return assessment(loss, trained_tokens, len(self.store.documents), self.replies)
+
+    def replies_json(self) -> list[dict[str, Any]]:
+        return [asdict(reply) for reply in self.replies]

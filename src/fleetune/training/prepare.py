@@ -1,0 +1,92 @@
+"""Preparation, once a node and before any process group: `python -m fleetune.training.prepare RUN_FOLDER`.
+
+Finds the weights, probes the precision, tokenises and packs the data, and writes `prepared.json`. Slow work and every
+error of the data happen here, where no other rank waits in a collective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+
+from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER, UserError
+from fleetune.spec.run_folder import RunFolder
+from fleetune.spec.run_spec import RunSpec
+from fleetune.training.prepared import Prepared
+from fleetune.training.sources import ModelRequest, ModelSource, prepare_source, tokenizer_of
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="fleetune.training.prepare")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args(argv)
+    try:
+        from fleetune.spec.read import read_run
+
+        folder = RunFolder(arguments.folder)
+        prepare(read_run(folder).spec, folder, device=arguments.device)
+    except UserError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return EXIT_USER
+    except Exception:
+        traceback.print_exc()
+        return EXIT_CRASH
+    return EXIT_DONE
+
+
+def model_request(spec: RunSpec) -> ModelRequest:
+    weights = spec.weights
+    return ModelRequest(
+        model=weights.model,
+        revision=weights.revision,
+        offline=weights.offline,
+        allow_remote_code=weights.allow_remote_code,
+        precision=weights.precision,
+        chat_template=weights.chat_template,
+        trainable=spec.adaptation.method == "full",
+    )
+
+
+def prepare(spec: RunSpec, folder: RunFolder, *, device: str) -> Prepared:
+    """Prepare model and data of a run and write `prepared.json`. Raises UserError for what a person can mend."""
+    request = model_request(spec)
+    source = prepare_source(request, device=device)
+    data = prepare_rows(spec, source, request, folder)
+    prepared = Prepared(
+        model_folder=str(source.folder),
+        model_name=source.name,
+        model_fingerprint=source.fingerprint,
+        adapter_folder=str(source.adapter) if source.adapter else None,
+        store=str(data.store),
+        validation_store=str(data.validation_store) if data.validation_store else None,
+        data_fingerprint=data.fingerprint,
+        precision=source.precision,
+        device=device,
+        num_sequences=data.num_sequences,
+        num_steps=num_steps(spec, data.num_sequences),
+    )
+    prepared.write(folder)
+    return prepared
+
+
+def num_steps(spec: RunSpec, num_sequences: int) -> int:
+    """Optimizer steps of the whole run, known before step 1; only the last one may be short."""
+    from fleetune.data.plan import num_steps as steps_of
+    from fleetune.training.build import batches_of
+
+    optimization = spec.optimization
+    if optimization.max_steps is not None:
+        return optimization.max_steps
+    return steps_of(num_sequences, optimization.epochs, batches_of(spec, data_ranks=1).global_batch_size)
+
+
+def prepare_rows(spec: RunSpec, source: ModelSource, request: ModelRequest, folder: RunFolder):  # type: ignore[no-untyped-def]
+    raise NotImplementedError
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""From a model's name and the spec's words to prepared weights, tokenizer and token stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetune.spec.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """Which model, and how its weights may be read."""
+
+    model: str
+    revision: str | None = None
+    offline: bool = False
+    allow_remote_code: bool = False
+    precision: str = "auto"
+    chat_template: str | None = None
+    trainable: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Prepared weights in an ordinary folder, on this node. precision: `fp32`, `bf16` or `fp16`, resolved."""
+
+    folder: Path
+    adapter: Path | None
+    name: str
+    fingerprint: str
+    precision: str
+
+
+def prepare_source(request: ModelRequest, *, device: str) -> ModelSource:
+    """Find the model and make its weights ready for every process of this node. Once a node."""
+    from fleetune.models.locate import locate
+    from fleetune.models.weights import prepare_model
+
+    located = locate(request.model, revision=request.revision, offline=request.offline)
+    precision = request.precision if request.precision != "auto" else probe(device)
+    # What is trained in full is held in fp32, whatever it computes in: only frozen weights rest in the compute type.
+    dtype = "fp32" if request.trainable else precision
+    prepared = prepare_model(located, dtype=dtype, allow_remote_code=request.allow_remote_code)
+    if prepared.adapter is not None and request.trainable:
+        raise UserError(
+            f"model {request.model!r} is an adapter, and --method full trains all weights: give --method lora to go on with "
+            "the adapter, or merge it first with fleetune export --to merged"
+        )
+    return ModelSource(prepared.folder, prepared.adapter, located.name, prepared.fingerprint, precision)
+
+
+def probe(device: str) -> str:
+    from fleetune.models.precision import probe_precision
+
+    return probe_precision(device)
+
+
+def tokenizer_of(source: ModelSource, request: ModelRequest) -> Any:
+    from fleetune.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(source.folder, chat_template=request.chat_template, allow_remote_code=request.allow_remote_code)
