@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,8 +46,7 @@ def building(folder: Path, name: str) -> Iterator[Path | None]:
         if find(folder, name):
             yield None
             return
-        for left in folder.glob(f".{name}.*.part"):
-            shutil.rmtree(left, ignore_errors=True)
+        _sweep(folder, name)
         place = folder / f".{name}.{os.getpid()}.part"
         try:
             place.mkdir(mode=0o700)
@@ -58,6 +58,14 @@ def building(folder: Path, name: str) -> Iterator[Path | None]:
             raise _unwritable(folder, error) from error
         finally:
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _sweep(folder: Path, name: str) -> None:
+    """Remove what killed processes left: of this entry at once (its lock is ours), of any other after a day."""
+    for left in folder.glob(".*.part"):
+        with contextlib.suppress(OSError):
+            if left.name.startswith(f".{name}.") or time.time() - left.stat().st_mtime > 86_400:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _publish(place: Path, entry: Path) -> None:

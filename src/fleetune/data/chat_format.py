@@ -20,6 +20,17 @@ Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
 _MARK = "fleetuneprobe"
+_RESULT = "Tool result:\n"
+#: How things are said that a template has no words for.
+NOTES = {
+    "template": "the tokenizer has no chat template: prompt, a line end, the response, the end-of-text token",
+    "system": "system texts are put in front of the first user turn",
+    "tools": "tools are described in the system text, one JSON object a line",
+    "tool_calls": "tool calls are written as JSON in the assistant's text, one a line",
+    "tool_results": "tool results are written as user turns that begin with 'Tool result:'",
+    "reasoning": "reasoning is written in front of the answer, between <think> and </think>",
+    "date": f"the template writes the date of today: it is {FIXED_DATE:%d %b %Y} in every row",
+}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -61,7 +72,11 @@ class ChatFormat:
         self._template = Template(template, constants)
         self._tool_template = Template(tool_template, constants) if tool_template else self._template
         self.is_plain = is_plain
-        self.abilities = self._try()
+        self._abilities = {with_tools: self._try(with_tools) for with_tools in (False, True)}
+
+    def abilities(self, *, with_tools: bool = False) -> Abilities:
+        """What the template can say in a conversation without or with tools (a template may differ, or be another one)."""
+        return self._abilities[with_tools]
 
     def render(self, messages: Messages, tools: Tools = None, *, ask: bool = False) -> str:
         """The text of `messages`; with `ask`, up to where the assistant's answer begins. Raises Refused."""
@@ -77,7 +92,7 @@ class ChatFormat:
         template = self._tool_template if tools else self._template
         if train_all:
             text, _ = template.render(messages, tools)
-            return [Rendered(text, ((0, len(text)),))]
+            return [Rendered(text, (), is_whole=True)]
         if template.marks_generation:
             text, bounds = template.render(messages, tools)
             return [Rendered(text, tuple(bounds), is_marked=True)]
@@ -96,7 +111,7 @@ class ChatFormat:
     def _answer_start(self, before: Messages, answer: dict[str, Any], tools: Tools, text: str) -> int:
         """Where the answer begins in `text`: after the generation prompt, or, where a template has none or writes another
         one than before an answer, where the text begins to depend on what is answered."""
-        if self.abilities.generation_prompt:
+        if self.abilities(with_tools=bool(tools)).generation_prompt:
             asked = self.render(before, tools, ask=True)
             if text.startswith(asked):
                 return len(asked)
@@ -106,85 +121,90 @@ class ChatFormat:
 
     def adapt(self, conversation: Conversation) -> tuple[Messages, Tools]:
         """Messages and tools as this template can say them."""
-        abilities = self.abilities
-        messages: Messages = []
-        for message in conversation.messages:
-            message = self._spoken(message)
-            if message["role"] == "tool" and not abilities.tool_results:
-                message = {"role": "user", "content": f"Tool result:\n{message['content']}"}
-                if messages and messages[-1].get("content", "").startswith("Tool result:\n") and messages[-1]["role"] == "user":
-                    messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{message['content']}"}
-                    continue
-            messages.append(message)
         tools = list(conversation.tools) if conversation.tools else None
-        if tools and not abilities.tools:
-            messages, tools = _with_system(messages, _described(tools)), None
+        said: Messages = [dict(message) for message in conversation.messages]
+        if tools and not self.abilities().tools:
+            said, tools = _with_system(said, _described(tools)), None
+        abilities = self.abilities(with_tools=bool(tools))
+        messages: Messages = []
+        for message in said:
+            message = _spoken(message, abilities)
+            if message["role"] == "tool" and not abilities.tool_results:
+                result = f"{_RESULT}{message['content']}"
+                if messages and messages[-1]["role"] == "user" and messages[-1]["content"].startswith(_RESULT):
+                    result = f"{messages.pop()['content']}\n\n{result}"
+                message = {"role": "user", "content": result}
+            messages.append(message)
         if not abilities.system:
             messages = _without_system(messages)
         if abilities.needs_call_ids:
             messages = _with_call_ids(messages)
         return messages, tools
 
-    def _spoken(self, message: dict[str, Any]) -> dict[str, Any]:
-        """One message, its reasoning and its tool calls in words where the template has no place for them."""
-        message = dict(message)
-        reasoning = message.pop("reasoning_content", None)
-        if reasoning and self.abilities.reasoning:
-            message.update({name: reasoning for name in _REASONING})
-        elif reasoning:
-            message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
-        if message.get("tool_calls") and not self.abilities.tool_calls:
-            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls")]
-            message["content"] = "\n".join([message["content"], *calls] if message["content"] else calls)
-        return message
-
-    def notes(self) -> dict[str, str]:
-        """What is said otherwise than the template would, in a person's words; empty where it can say everything."""
-        abilities = self.abilities
-        notes = {
-            "template": "" if not self.is_plain else "none: prompt, a line end, the response, the end-of-text token",
-            "system": "" if abilities.system else "put in front of the first user turn",
-            "tools": "" if abilities.tools else "described in the system text, one JSON object a line",
-            "tool_calls": "" if abilities.tool_calls else "written as JSON in the assistant's text, one call a line",
-            "tool_results": "" if abilities.tool_results else "written as a user turn that begins with 'Tool result:'",
-            "reasoning": "" if abilities.reasoning else "written in front of the answer, between <think> and </think>",
-            "date": "" if "strftime_now" not in self._template.source else f"rendered as {FIXED_DATE:%d %b %Y}, always",
+    def notes(self, conversation: Conversation) -> set[str]:
+        """What of this conversation is said otherwise than it stands in the row; names of `NOTES`."""
+        abilities = self.abilities(with_tools=bool(conversation.tools) and self.abilities().tools)
+        roles = {message["role"] for message in conversation.messages}
+        calls = any("tool_calls" in message for message in conversation.messages)
+        reasons = any("reasoning_content" in message for message in conversation.messages)
+        needed = {
+            "template": self.is_plain,
+            "system": "system" in roles and not abilities.system,
+            "tools": bool(conversation.tools) and not self.abilities().tools,
+            "tool_calls": calls and not abilities.tool_calls,
+            "tool_results": "tool" in roles and not abilities.tool_results,
+            "reasoning": reasons and not abilities.reasoning,
+            "date": "strftime_now" in self._template.source,
         }
-        return {name: note for name, note in notes.items() if note}
+        return {name for name, is_needed in needed.items() if is_needed}
 
-    def _try(self) -> Abilities:
+    def _try(self, with_tools: bool) -> Abilities:
         user = {"role": "user", "content": "a"}
         call = {"type": "function", "function": {"name": _MARK, "arguments": {"b": "c"}}}
-        described = {"name": _MARK, "description": "d", "parameters": {"type": "object", "properties": {}}}
+        described = {"name": "d", "description": "e", "parameters": {"type": "object", "properties": {}}}
+        tools: Tools = [{"type": "function", "function": described}] if with_tools else None
+        marked: Tools = [{"type": "function", "function": {**described, "name": _MARK}}]
         calling = {"role": "assistant", "content": "", "tool_calls": [call]}
         calling_by_id = {**calling, "tool_calls": [{**call, "id": "call00001"}]}
-        tools = [{"type": "function", "function": described}]
-        by_id = self._says([user, calling_by_id])
-        without_id = self._says([user, calling])
+        by_id = self._says([user, calling_by_id], tools)
+        without_id = self._says([user, calling], tools)
         said = calling_by_id if by_id else {"role": "assistant", "content": "a"}
-        result = {"role": "tool", "name": "b", "tool_call_id": "call00001", "content": _MARK + "result"}
+        result = {"role": "tool", "name": "b", "tool_call_id": "call00001", "content": f"{_MARK}result"}
         reasoned = {"role": "assistant", "content": "a", **dict.fromkeys(_REASONING, _MARK)}
         return Abilities(
-            system=self._says([{"role": "system", "content": _MARK}, user]),
-            tools=self._says([user], tools),
+            system=self._says([{"role": "system", "content": _MARK}, user], tools),
+            tools=self._says([user], marked),
             tool_calls=by_id or without_id,
             needs_call_ids=by_id and not without_id,
-            tool_results=not self.is_plain and self._says([user, said, result], mark=_MARK + "result"),
-            reasoning=self._says([user, reasoned]),
-            generation_prompt=self._asks([user]),
+            tool_results=not self.is_plain and self._says([user, said, result], tools, f"{_MARK}result"),
+            reasoning=self._says([user, reasoned], tools),
+            generation_prompt=self._asks([user], tools),
         )
 
-    def _says(self, messages: Messages, tools: Tools = None, mark: str = _MARK) -> bool:
+    def _says(self, messages: Messages, tools: Tools, mark: str = _MARK) -> bool:
         try:
             return mark in self.render(messages, tools)
         except Refused:
             return False
 
-    def _asks(self, messages: Messages) -> bool:
+    def _asks(self, messages: Messages, tools: Tools) -> bool:
         try:
-            return self.render(messages, ask=True) != self.render(messages)
+            return self.render(messages, tools, ask=True) != self.render(messages, tools)
         except Refused:
             return False
+
+
+def _spoken(message: dict[str, Any], abilities: Abilities) -> dict[str, Any]:
+    """One message, its reasoning and its tool calls in words where the template has no place for them."""
+    reasoning = message.pop("reasoning_content", None)
+    if reasoning and abilities.reasoning:
+        message.update({name: reasoning for name in _REASONING})
+    elif reasoning:
+        message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
+    if message.get("tool_calls") and not abilities.tool_calls:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls")]
+        message["content"] = "\n".join([message["content"], *calls] if message["content"] else calls)
+    return message
 
 
 def _common_length(one: str, other: str) -> int:

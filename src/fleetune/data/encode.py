@@ -143,6 +143,8 @@ class Encoder:
                 trained[first:last] = True
                 turns += 1
                 ended += bool(is_control[last - 1])
+        if part.is_whole:
+            trained[:] = True
         double_bos = bool(self.bos is not None and len(ids) > 1 and ids[0] == ids[1] == self.bos)
         if double_bos:
             ids, trained = ids[1:], trained[1:]

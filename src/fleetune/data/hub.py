@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fleetune.data.rows import listed
+from fleetune.data.sources import HELD_OUT, TRAINING
 from fleetune.spec.errors import UserError
 
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
-_HELD_OUT = re.compile(r"(^|[^a-z])(test|valid|validation|val|dev|eval)([^a-z]|$)", re.IGNORECASE)
 
 
 def fetch_data_set(name: str, *, offline: bool) -> Path:
@@ -82,9 +82,9 @@ def _files(folder: Path) -> list[str]:
 
 def _training(names: list[str]) -> list[str]:
     """Without the held-out files, where files say in their names that they are for training."""
-    if not any("train" in name.rsplit("/", 1)[-1] for name in names):
+    if not any(TRAINING.search(name) for name in names):
         return names
-    return [name for name in names if not _HELD_OUT.search(name.rsplit("/", 1)[-1])]
+    return [name for name in names if not HELD_OUT.search(name)]
 
 
 def _folders(names: list[str]) -> list[str]:

@@ -35,11 +35,10 @@ def read_json_file(file: DataFile) -> Iterator[Row | BadRow]:
         start = _skip_blank(data, start)
         is_lines = path.suffix.lower() != ".json"
         opening = data[start : start + 1]
-        first, is_alone = _first_line(data, start)
-        kind = _kind_of(first)
-        if opening == b"[" and not (kind is list and not is_alone):
+        kind = _kind_of_first_line(data, start)
+        if opening == b"[" and kind is not list:
             yield from _array(data, start, path)
-        elif is_lines or (kind is dict and not is_alone):
+        elif is_lines or kind is dict:
             yield from read_json_lines(path)
         elif opening == b"{":
             yield from _object(data, start, path)
@@ -119,17 +118,13 @@ def _skip_blank(data: mmap.mmap, start: int) -> int:
     return found.start() if found else len(data)
 
 
-def _first_line(data: mmap.mmap, start: int) -> tuple[bytes, bool]:
-    """The line at `start` (at most 1 MiB of it), and whether nothing follows it."""
-    end = data.find(b"\n", start)
-    end = len(data) if end < 0 else end
-    return data[start : min(end, start + (1 << 20))], _skip_blank(data, end) == len(data)
-
-
-def _kind_of(line: bytes) -> type | None:
-    """list, dict, ... where the line is one whole JSON value."""
+def _kind_of_first_line(data: mmap.mmap, start: int) -> type | None:
+    """dict, list, ... where the line at `start` is one whole JSON value and others follow it; None otherwise."""
+    end = data.find(b"\n", start, start + MAX_ROW_BYTES)
+    if end < 0 or _skip_blank(data, end) == len(data):
+        return None
     try:
-        return type(json.loads(line))
+        return type(json.loads(data[start:end]))
     except (ValueError, RecursionError):
         return None
 

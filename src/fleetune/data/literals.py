@@ -23,13 +23,14 @@ class Rendered:
     """A rendered text and what of it is trained; all bounds are character offsets [start, end).
 
     answers: one span for each turn of the assistant that is trained. literals: control tokens that are only text here.
-    is_marked: the spans are the template's own `{% generation %}` marks.
+    is_marked: the spans are the template's own `{% generation %}` marks. is_whole: everything is trained, prompts too.
     """
 
     text: str
     answers: tuple[tuple[int, int], ...]
     literals: tuple[tuple[int, int], ...] = ()
     is_marked: bool = False
+    is_whole: bool = False
 
 
 class Literals:
@@ -91,4 +92,4 @@ def restore(rendered: Rendered, literals: list[str]) -> Rendered:
         return bound + next((by for offset, by in reversed(moves) if offset <= bound), 0)
 
     answers = tuple((moved(start), moved(stop)) for start, stop in rendered.answers)
-    return Rendered("".join(pieces), answers, tuple(places), rendered.is_marked)
+    return Rendered("".join(pieces), answers, tuple(places), rendered.is_marked, rendered.is_whole)

@@ -103,12 +103,8 @@ def evaluation_batches(
     rank i modulo `data_ranks`, so what a micro-batch holds does not depend on the world. Each document is a sequence of its
     own, numbered by its document. max_rows: only the first so many rows.
     """
-    documents = store.documents
-    if max_rows is not None:
-        ordinals = store.rows.parts["ordinal"][documents["row_part"]]
-        kept = np.cumsum(np.concatenate([[1], (np.diff(ordinals) != 0).astype(np.int64)])) <= max_rows
-        documents = documents[kept[: len(documents)]]
-    for number, run in enumerate(_runs(documents["length"], micro_batch_tokens)):
+    lengths = store.documents["length"][: store.num_documents_of(max_rows)]
+    for number, run in enumerate(_runs(lengths, micro_batch_tokens)):
         if number % data_ranks == data_rank:
             entries = np.zeros(len(run), dtype=ENTRY)
             entries["document"] = np.arange(run.start, run.stop)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetune.data.cache import building, cache_folder, find
 from fleetune.data.documents import StoreOptions, build_store, describe, over_long_rows
@@ -21,15 +21,20 @@ from fleetune.data.store import TokenStore
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.records import FORMAT_VERSION
 
+if TYPE_CHECKING:
+    from fleetune.data.tokenize_rows import RowTokenizer
+
 __all__ = ["DataRequest", "PreparedData", "prepare_data"]
 
 
-def prepare_data(request: DataRequest, tokenizer: Callable[[], Any]) -> PreparedData:
+def prepare_data(
+    request: DataRequest, tokenizer: Callable[[], Any], progress: Callable[[int], None] | None = None
+) -> PreparedData:
     """Read, tokenise and pack the rows, or find that this was done before. Once a node.
 
     tokenizer: gives the model's (fast) tokenizer; called only where rows must be tokenised. The first call with the same
     content, tokenizer and options does the work, later ones only look it up. Bad rows are written to `request.quarantine`
-    in any case, and before an error about them is raised.
+    in any case, and before an error about them is raised. progress: told now and then how many rows are tokenised.
 
     Raises UserError: nothing to read, no known shape, too many bad rows, no row left to train on.
     """
@@ -37,8 +42,12 @@ def prepare_data(request: DataRequest, tokenizer: Callable[[], Any]) -> Prepared
         raise UserError("no data is given: add --data FILE")
     raise_if_any(check_columns(request.columns))
     folder = cache_folder(request.cache)
-    rows = _tokenized(request.data, request, folder, tokenizer)
-    held_out = _tokenized(request.validation, request, folder, tokenizer) if request.validation else None
+
+    def tokenized(names: Sequence[str]) -> TokenizedRows:
+        return _tokenized(names, request, folder, lambda: _row_tokenizer(tokenizer(), request, progress))
+
+    rows = tokenized(request.data)
+    held_out = tokenized(request.validation) if request.validation else None
     options = _options(request)
     validation_options = _validation_options(request)
     if request.quarantine is not None:
@@ -83,7 +92,9 @@ def _validation_options(request: DataRequest) -> StoreOptions | None:
     )
 
 
-def _tokenized(names: Sequence[str], request: DataRequest, folder: Path, tokenizer: Callable[[], Any]) -> TokenizedRows:
+def _tokenized(
+    names: Sequence[str], request: DataRequest, folder: Path, tokenizer: Callable[[], RowTokenizer]
+) -> TokenizedRows:
     """The tokenised rows of `names`, made now or before."""
     found = find_files(names, offline=request.offline)
     hashes = FileHashes(folder / "hashes.json")
@@ -91,15 +102,19 @@ def _tokenized(names: Sequence[str], request: DataRequest, folder: Path, tokeniz
     name = f"rows-{key}"
     hashes.remember()
     if find(folder, name) is None:
-        from fleetune.data.tokenize_rows import RowTokenizer
-
-        rows = RowTokenizer(tokenizer(), request)
+        rows = tokenizer()
         with building(folder, name) as place:
             if place is not None:
                 rows.write(found, place)
                 if data_key(found.files, request, FileHashes(folder / "hashes.json")) != key:
                     raise UserError(f"{listed(names)} changed while it was read: start again when it is complete")
     return _opened(folder / name)
+
+
+def _row_tokenizer(tokenizer: Any, request: DataRequest, progress: Callable[[int], None] | None) -> RowTokenizer:
+    from fleetune.data.tokenize_rows import RowTokenizer  # templates and readers: not needed where the rows are there
+
+    return RowTokenizer(tokenizer, request, progress)
 
 
 def _opened(folder: Path) -> TokenizedRows:

@@ -149,6 +149,12 @@ def _warnings(report: DataReport, rows: TokenizedRows, packed: dict[str, Any]) -
         yield "the tokenizer has no end-of-text token: the model will not learn to stop"
     if 0 < report.trained_share < _FEW_TRAINED:
         yield f"only {report.trained_share:.1%} of the tokens are trained: the prompts are much longer than the answers"
+    if packed["dropped"] or packed["answers_cut_off"]:
+        lost = packed["dropped"] + packed["answers_cut_off"]
+        yield (
+            f"{lost} rows longer than sequence_length {report.sequence_length} are left out: give a larger --sequence-length, "
+            "or --over-long split"
+        )
     if report.rewritten:
         yield (
             f"the chat template writes earlier turns differently in {report.rewritten} rows: each of their answers is trained "

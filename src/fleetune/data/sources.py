@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,8 +43,8 @@ _NOT_DATA = {
 #: Keys that make a config.json the description of a cluster (h2oGPT and its like keep it beside the data).
 _CLUSTER_KEYS = {"distributed_backend", "node_list"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:/[\w./-]+)?(?:@[\w./-]+)?")
-_TRAINING = re.compile(r"(^|[^a-z])train", re.IGNORECASE)
-_HELD_OUT = re.compile(r"(^|[^a-z])(test|valid|validation|val|dev|eval)([^a-z]|$)", re.IGNORECASE)
+TRAINING = re.compile(r"(^|[^a-z])train", re.IGNORECASE)
+HELD_OUT = re.compile(r"(^|[^a-z])(test|valid|validation|val|dev|eval)([^a-z]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,9 @@ def _in_folder(folder: Path, source: int, label: str) -> Found:
                 files.append(_file(path, name, source))
         elif path.suffix.lower() not in (".md", ".py", ".jinja", ".yaml", ".lock") and path.name.lower() not in _NOT_DATA:
             passed_over.append(f"{name}: not a format of rows")
-    held_out = [file for file in files if _HELD_OUT.search(file.path.stem)]
-    if any(_TRAINING.search(file.path.stem) for file in files):
+    place = {file.id: file.path.relative_to(folder).with_suffix("").as_posix() for file in files}
+    held_out = [file for file in files if HELD_OUT.search(place[file.id])]
+    if any(TRAINING.search(place[file.id]) for file in files):
         passed_over += [f"{file.id}: held-out rows by its name" for file in held_out]
         files = [file for file in files if file not in held_out]
     if not files:
@@ -218,12 +220,14 @@ def _given_twice(files: list[DataFile]) -> list[str]:
 
 
 def _with_unique_ids(files: list[DataFile]) -> list[DataFile]:
-    """Ids that never clash: a file's name, with more of its path where two are alike. `:`, `#` and `%` are escaped."""
+    """Ids that never clash: a file's name, with more of its path where two are alike. `:`, `#`, `%` and blanks are escaped."""
     labels = [file.id for file in files]
-    for index, file in enumerate(files):
-        depth = 1
-        while labels.count(labels[index]) > 1 and depth < len(file.path.resolve().parts):
-            depth += 1
-            labels[index] = "/".join(file.path.resolve().parts[-depth:])
+    for depth in range(2, 1 + max((len(file.path.resolve().parts) for file in files), default=0)):
+        counts = Counter(labels)
+        alike = [index for index, label in enumerate(labels) if counts[label] > 1]
+        if not alike:
+            break
+        for index in alike:
+            labels[index] = "/".join(files[index].path.resolve().parts[-depth:])
     escaped = [re.sub(r"[%:#\s]", lambda found: f"%{ord(found.group()):02x}", label) for label in labels]
     return [replace(file, id=label) for file, label in zip(files, escaped)]

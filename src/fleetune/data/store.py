@@ -107,6 +107,14 @@ class TokenStore:
         again = f":{repeat}" if repeat else ""
         return f"{name}:{int(part['number'])}{again}" + (f"#{pieces}" if pieces else "")
 
+    def num_documents_of(self, max_rows: int | None) -> int:
+        """How many documents the first `max_rows` rows make; all of them for None."""
+        if max_rows is None or not self.num_documents:
+            return self.num_documents
+        ordinals = self.rows.parts["ordinal"][self.documents["row_part"]]
+        row_number = np.concatenate([[0], np.cumsum(np.diff(ordinals) != 0)])
+        return int(np.searchsorted(row_number, max_rows, side="left"))
+
     def entries_of(self, sequence: int) -> np.ndarray:
         """`ENTRY` [D] of one sequence."""
         return self.entries[int(self.bounds[sequence]) : int(self.bounds[sequence + 1])]

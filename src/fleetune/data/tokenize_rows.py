@@ -6,12 +6,12 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from fleetune.data.chat_format import ChatFormat
+from fleetune.data.chat_format import NOTES, ChatFormat
 from fleetune.data.conversations import Conversation, Text, read_row
 from fleetune.data.encode import Encoded, Encoder
 from fleetune.data.literals import Rendered, restore
@@ -43,6 +43,7 @@ class RowCounts:
     literals: int = 0
     rewritten: int = 0
     causes: Counter[str] = field(default_factory=Counter)
+    notes: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,12 @@ class Prepared:
 class RowTokenizer:
     """Tokenises the rows of files into one folder of tokenised rows."""
 
-    def __init__(self, tokenizer: Any, request: DataRequest) -> None:
+    def __init__(self, tokenizer: Any, request: DataRequest, progress: Callable[[int], None] | None = None) -> None:
         self.encoder = Encoder(tokenizer)
         self.format: ChatFormat = self.encoder.chat_format(tokenizer)
         self.request = request
         self.counts = RowCounts()
+        self.progress = progress
 
     def write(self, found: Found, folder: Path) -> None:
         """Tokenise all files into `folder`. Raises UserError with the problems of all files."""
@@ -90,6 +92,8 @@ class RowTokenizer:
         shape = self._shape(file, usable)
         good = broken = tokens = trained = 0
         for batch in self._batches(itertools.chain(head, rows), shape):
+            if self.progress:
+                self.progress(writer.num_rows)
             for origin, encoded in self._encode(batch):
                 if isinstance(encoded, BadRow):
                     broken += 1
@@ -152,6 +156,7 @@ class RowTokenizer:
             return BadRow(row.number, str(error), row.line)
 
     def _rendered(self, row: Row, conversation: Conversation) -> Prepared | BadRow:
+        self.counts.notes |= self.format.notes(conversation)
         hidden, literals = self.encoder.literals.hide(conversation)
         parts = self.format.parts(hidden, train_all=self.request.train_on == "all")
         return Prepared(row, [restore(part, literals) for part in parts], len(literals))
@@ -179,7 +184,8 @@ class RowTokenizer:
             return BadRow(row.row.number, str(refused), row.row.line)
         kept = [part for part in parts if isinstance(part, Encoded) and part.trained.any()]
         if not kept:
-            return BadRow(row.row.number, "has no trained token: the chat template leaves the answer out", row.row.line)
+            cause = "the text is too short" if isinstance(row.parts, Text) else "the chat template leaves the answer out"
+            return BadRow(row.row.number, f"has no trained token: {cause}", row.row.line)
         counts = self.counts
         counts.parts += len(kept)
         counts.turns += sum(part.turns for part in kept)
@@ -196,11 +202,11 @@ class RowTokenizer:
         bad.write(json.dumps(entry, ensure_ascii=True) + "\n")
 
     def _report(self) -> dict[str, Any]:
-        counts = {name: value for name, value in vars(self.counts).items() if name != "causes"}
+        counts = {name: value for name, value in vars(self.counts).items() if name not in ("causes", "notes")}
         return {
             **counts,
             "causes": dict(self.counts.causes.most_common()),
-            "notes": self.format.notes(),
+            "notes": {name: note for name, note in NOTES.items() if name in self.counts.notes},
             "has_end_of_text": self.encoder.eos is not None,
         }
 
