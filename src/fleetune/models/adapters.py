@@ -1,30 +1,19 @@
-"""Adding, loading and saving adapters in PEFT's format.
-
-The layers are ours (`lora.py`); the format, the names in files and the results are PEFT's, which tests and the check of
-an export prove with PEFT itself. PEFT is not imported here: its import costs more than building the model.
-"""
+"""Putting an adapter into a model: a new one, or one that was saved in PEFT's format."""
 
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
-from fleetune.models.anatomy import is_conv1d
+from fleetune.models.adapter_files import read_adapter
+from fleetune.models.anatomy import is_conv1d, is_linear
 from fleetune.models.causal import CausalModel
-from fleetune.models.lora import AdapterKind, AdapterSettings, LoraLinear
-from fleetune.spec.errors import raise_if_any
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-#: PEFT stores names as they are within its own wrapper.
-_STORED_PREFIX = "base_model.model."
-_WEIGHTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+from fleetune.models.lora import AdapterKind, AdapterSettings, LoraLinear, weight_names
+from fleetune.models.stored import naming
+from fleetune.spec.errors import UserError, raise_if_any
 
 
 def add_adapter(
@@ -54,9 +43,17 @@ def find_targets(model: CausalModel, targets: tuple[str, ...]) -> tuple[str, ...
     modules = dict(model.module.named_modules())
     there = [f"{block}.{name}" for block in model.anatomy.block_names() for name in within if f"{block}.{name}" in modules]
     if not targets:
-        return tuple(there)
+        return tuple(name for name in there if not f".{name}".endswith(tuple(f".{other}" for other in model.anatomy.bypassed)))
     named = {target: [name for name in there if f".{name}".endswith(f".{target}")] for target in targets}
-    raise_if_any([_unmatched(model, target) for target, found in named.items() if not found])
+    problems = [_unmatched(model, target) for target, found in named.items() if not found]
+    problems += [
+        f"lora_targets {target} names {found}, whose weight this model hands to a kernel past the layer, so that an adapter on "
+        "it would be left out: leave this target out"
+        for target in targets
+        for found in model.anatomy.bypassed
+        if f".{found}".endswith(f".{target}")
+    ]
+    raise_if_any(problems)
     chosen = {name for found in named.values() for name in found}
     return tuple(name for name in there if name in chosen)
 
@@ -83,63 +80,59 @@ def _insert(model: CausalModel, settings: AdapterSettings, seed: int) -> CausalM
         owner = model.module.get_submodule(path)
         layer = LoraLinear(getattr(owner, leaf), name, settings, seed, model.randomness)
         setattr(owner, leaf, layer.train(owner.training))
-    model.adapter = settings
+    model.adapter = replace(settings, short_targets=_short_targets(model, settings.targets))
     return model
 
 
-def adapter_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapter's parameters by their names in the model."""
-    return {name: parameter for name, parameter in module.named_parameters() if name.endswith(_WEIGHTS)}
+def _short_targets(model: CausalModel, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """The last parts of the targets' names, if PEFT, which goes by endings of names, finds just the targets by them."""
+    short = {target.rpartition(".")[2] for target in targets}
+    ending = {name for name, _ in model.module.named_modules() if name.rpartition(".")[2] in short}
+    return tuple(sorted(short)) if ending == set(targets) else ()
 
 
-def save_adapter(
-    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, settings: AdapterSettings, *, base_model_name: str
-) -> None:
-    """Write an adapter that plain PEFT loads. tensors: (name in the model, values), whole, of every adapter weight.
+def load_adapter(model: CausalModel, folder: Path, *, trainable: bool) -> CausalModel:
+    """Freeze the model and put a saved adapter in, to go on training it or to use it; returns the same model.
 
-    base_model_name: where the base model is found again (a hub id, or a folder); it goes into the config as it is.
-    One process calls it. Raises ValueError when a weight is absent, empty or not finite: such a file is never written.
+    Raises UserError for what is no LoRA adapter of PEFT's, for one that does more than low-rank layers can, and for one
+    that was made for another base model.
     """
-    from safetensors.torch import save_file
+    saved = read_adapter(folder)
+    name_of = naming(model.module)
+    modules = dict(model.module.named_modules())
+    renamed = {target: name_of(f"{target}.weight")[0].removesuffix(".weight") for target in saved.settings.targets}
+    strange = [t for t, name in renamed.items() if name == model.anatomy.head or not is_linear(modules.get(name, model.module))]
+    if strange:
+        raise UserError(
+            f"the adapter {folder} adapts {', '.join(strange[:3])}, which is no linear layer in a block of "
+            f"{type(model.module).__name__}: give its own base model, or merge it with PEFT and give the merged model"
+        )
+    settings = saved.settings.renamed(renamed)
+    tensors = {f"{renamed[target]}.{kind}": value for (target, kind), value in saved.tensors.items()}
+    raise_if_any(_wrong_shapes(model, folder, settings, tensors))
+    _insert(model, settings, seed=0)
+    with torch.no_grad():
+        for name, value in tensors.items():
+            parameter = model.module.get_parameter(name)
+            parameter.copy_(value)
+            parameter.requires_grad_(trainable)
+    return model
 
-    stored = {_STORED_PREFIX + name: value.detach().to("cpu").contiguous() for name, value in tensors}
-    wanted = {_STORED_PREFIX + name for name in stored_names(settings)}
-    wrong = sorted(wanted ^ set(stored)) + [name for name, value in stored.items() if not _sound(value)]
-    if wrong:
-        raise ValueError(f"the adapter is not whole or not finite: {', '.join(wrong[:5])}")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = peft_config(settings, base_model_name)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-
-def _sound(value: torch.Tensor) -> bool:
-    return value.numel() > 0 and bool(torch.isfinite(value).all())
-
-
-def stored_names(settings: AdapterSettings) -> list[str]:
-    """The model's names of every weight of an adapter."""
-    kinds = _WEIGHTS if settings.kind == "dora" else _WEIGHTS[:2]
-    return [f"{target}.{kind}" for target in settings.targets for kind in kinds]
-
-
-def peft_config(settings: AdapterSettings, base_model_name: str) -> dict[str, Any]:
-    """The content of PEFT's adapter_config.json."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model_name,
-        "inference_mode": True,
-        "r": settings.rank,
-        "lora_alpha": int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha,
-        "lora_dropout": settings.dropout,
-        "target_modules": sorted(settings.targets),
-        "use_rslora": settings.kind == "rslora",
-        "use_dora": settings.kind == "dora",
-        "fan_in_fan_out": settings.transposed,
-        "bias": "none",
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "rank_pattern": dict(settings.ranks),
-        "alpha_pattern": dict(settings.alphas),
-    }
+def _wrong_shapes(model: CausalModel, folder: Path, settings: AdapterSettings, tensors: dict[str, torch.Tensor]) -> list[str]:
+    problems = []
+    for target in settings.targets:
+        base = model.module.get_submodule(target)
+        rows, columns = base.weight.t().shape if is_conv1d(base) else base.weight.shape  # type: ignore[operator, union-attr]
+        wanted: dict[str, tuple[int, ...]] = {
+            "lora_A.weight": (settings.rank_of(target), columns),
+            "lora_B.weight": (rows, settings.rank_of(target)),
+        }
+        wanted["lora_magnitude_vector"] = (rows,)
+        for kind in weight_names(settings.kind):
+            if (shape := tuple(tensors[f"{target}.{kind}"].shape)) != tuple(wanted[kind]):
+                problems.append(
+                    f"the adapter {folder} has {target}.{kind} of shape {shape}, and this base model needs "
+                    f"{tuple(wanted[kind])}: give the base model that it was made for"
+                )
+    return problems[:3]

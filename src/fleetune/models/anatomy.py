@@ -24,7 +24,8 @@ class Anatomy:
     outside: the other leaf modules outside the blocks that hold parameters or buffers (projections around the blocks,
     a norm behind the embedding, rotary frequencies).
     linears: names within a block of linear layers (`nn.Linear`, or transformers' `Conv1D` with its transposed weight) in
-    the order of the forward as declared, over all kinds of blocks. conv1ds: those of them that are `Conv1D`.
+    the order in which they are declared, over all kinds of blocks. conv1ds: those of them that are `Conv1D`. bypassed:
+    those whose weight a recurrent layer also hands to a fused kernel, past the linear layer and whatever stands in its place.
     experts: names within a block of stacked expert parameters, `[experts, ., .]`: no linear layers of their own.
     recurrent: a block carries a state along the sequence besides attention (a scan, a convolution, an RNN).
     """
@@ -39,6 +40,7 @@ class Anatomy:
     outside: tuple[str, ...]
     linears: tuple[str, ...]
     conv1ds: tuple[str, ...]
+    bypassed: tuple[str, ...]
     experts: tuple[str, ...]
     num_blocks: int
     hidden_size: int
@@ -102,6 +104,7 @@ class _Search:
             ),
             linears=linears,
             conv1ds=conv1ds,
+            bypassed=self.find_bypassed(blocks, linears),
             experts=experts,
             num_blocks=len(self.modules[blocks]),  # type: ignore[arg-type]
             hidden_size=int(self.text_config().hidden_size),
@@ -175,6 +178,21 @@ class _Search:
                     experts.update(dict.fromkeys(f"{name}.{p}" if name else p for p in stacked))
         return tuple(linears), tuple(name for name, conv in linears.items() if conv), tuple(experts)
 
+    def find_bypassed(self, blocks: str, linears: tuple[str, ...]) -> tuple[str, ...]:
+        found = []
+        for name in linears:
+            path, _, leaf = name.rpartition(".")
+            owners = {type(block.get_submodule(path)) for block in self.modules[blocks].children() if _has(block, name)}
+            scans = any(
+                _is_convolution(child)
+                for block in self.modules[blocks].children()
+                if _has(block, name)
+                for child in block.get_submodule(path).children()
+            )
+            if scans and any(f"self.{leaf}.weight" in _source(owner) for owner in owners):
+                found.append(name)
+        return tuple(found)
+
     def is_recurrent(self, blocks: str) -> bool:
         """transformers says of its classes whether they carry a state; a convolution or RNN in a block shows it too."""
         if getattr(self.model, "_is_stateful", False):
@@ -203,6 +221,21 @@ def _computes_linear(module: nn.Linear) -> bool:
             return torch.allclose(tiny(x), nn.functional.linear(x, tiny.weight, tiny.bias))
     except Exception:
         return False
+
+
+def _has(block: nn.Module, name: str) -> bool:
+    try:
+        block.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _source(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except OSError:
+        return ""
 
 
 def _is_convolution(module: nn.Module) -> bool:

@@ -18,19 +18,21 @@ from torch import nn
 from fleetune.models.anatomy import Anatomy
 from fleetune.models.blocks import prepare_blocks
 from fleetune.models.causal import CausalModel
+from fleetune.models.config import load_config
 from fleetune.models.dropout import Randomness
 from fleetune.models.probe import probe
 from fleetune.models.stored import StoredWeights, naming
 from fleetune.spec.errors import UserError
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMED_AT_MOST = 5
 
 
 def load_model(
-    folder: Path,
+    folder: Path | str,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
     trainable: bool,
     allow_remote_code: bool = False,
     gradient_checkpointing: bool = False,
@@ -38,10 +40,13 @@ def load_model(
 ) -> CausalModel:
     """Load a model folder (config.json and safetensors). One process, no collective.
 
-    dtype: of the forward pass. Frozen weights (`trainable` false: an adapter, evaluation) are held in it; stored in it
-    on the CPU they are memory-mapped, else converted, one private copy per process. Trained weights are fp32 masters
-    whatever `dtype` is. seed: of the dropouts. Raises UserError naming every missing, unexpected or mis-shaped weight.
+    dtype: of the forward pass, or the name of a precision (fp32, bf16, fp16). Frozen weights (`trainable` false: an
+    adapter, evaluation) are held in it; stored in it on the CPU they are memory-mapped, else converted, one private copy
+    per process. Trained weights are fp32 masters whatever `dtype` is. seed: of the dropouts. Raises UserError naming
+    every missing, unexpected or mis-shaped weight.
     """
+    dtype = PRECISIONS[dtype] if isinstance(dtype, str) else dtype
+    folder, device = Path(folder), torch.device(device)
     module = read_module(
         folder,
         dtype=torch.float32 if trainable else dtype,
@@ -52,7 +57,7 @@ def load_model(
     anatomy = Anatomy.of(module)
     traits = probe(module, anatomy, device)
     randomness = Randomness(seed)
-    model = CausalModel(module, anatomy, traits, compute_dtype=dtype, device=device, randomness=randomness)
+    model = CausalModel(module, anatomy, traits, compute_dtype=dtype, device=device, randomness=randomness, folder=folder)
     prepare_blocks(model, gradient_checkpointing=gradient_checkpointing)
     return model
 
@@ -76,10 +81,10 @@ def read_module(
 
 def empty_module(folder: Path, *, dtype: torch.dtype, allow_remote_code: bool = False) -> nn.Module:
     """The transformers model of a folder: parameters on the meta device, buffers on the CPU with their values."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=allow_remote_code)
+    config = load_config(folder, allow_remote_code=allow_remote_code)
     try:
         with no_init_weights(), _parameters_on_meta():
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=allow_remote_code)

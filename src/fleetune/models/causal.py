@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fleetune.models import attention
+from fleetune.models.adapter_files import save_adapter
 from fleetune.models.anatomy import Anatomy
 from fleetune.models.dropout import Randomness
+from fleetune.models.full_files import save_full
 from fleetune.models.head import Head
 from fleetune.models.layout import LaidOut, Layout, lay_out
 from fleetune.models.probe import Traits, body_of, hidden_of, set_attention, using_attention
@@ -27,7 +30,7 @@ class CausalModel:
     module: the transformers model; its adapter's layers stand in the places of linear layers.
     layout: the layout that `lay_out` uses (see `choose_layout`).
     compute_dtype: of the forward. Where trained weights are fp32 masters and it is another, `hidden` runs under autocast.
-    adapter: settings of the adapter, or None.
+    adapter: settings of the adapter, or None. folder: where the base model's files lie.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class CausalModel:
         compute_dtype: torch.dtype,
         device: torch.device,
         randomness: Randomness,
+        folder: Path,
     ) -> None:
         self.module = module
         self.anatomy = anatomy
@@ -46,6 +50,7 @@ class CausalModel:
         self.compute_dtype = compute_dtype
         self.device = device
         self.randomness = randomness
+        self.folder = folder
         self.adapter: AdapterSettings | None = None
         self._own_attention = str(module.config._attn_implementation)
         self._attention_of_rows = self._own_attention
@@ -98,6 +103,17 @@ class CausalModel:
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of everything that is trained, each once, in the module's order."""
         return ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+
+    def save(self, tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, base_model: str) -> set[str]:
+        """Write what was trained as plain files; returns the names of the tensors in them. One process calls it.
+
+        tensors: (name, whole tensor) of everything that is trained, in any order. With an adapter: a folder for PEFT,
+        which finds `base_model` (a hub id or a folder) again. Else: a folder for transformers, weights in fp32 as they
+        were trained. Raises ValueError when one is absent, empty or not finite.
+        """
+        if self.adapter is not None:
+            return save_adapter(tensors, folder, self.adapter, base_model_name=base_model)
+        return save_full(self.module, tensors, folder, source=self.folder)
 
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)

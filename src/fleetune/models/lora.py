@@ -8,7 +8,8 @@ model's names do not change; the adapter's are `lora_A.weight`, `lora_B.weight` 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,8 @@ AdapterKind = Literal["lora", "dora", "rslora"]
 class AdapterSettings:
     """What an adapter is, apart from its weights.
 
-    targets: full names of the linear layers that have one. ranks, alphas: of those that differ from rank and alpha.
+    targets: full names of the linear layers that have one. short_targets: endings of names that mean exactly those, as
+    people write them; empty where there are none. ranks, alphas: of those that differ from rank and alpha.
     transposed: whether the base weights are [in, out] (transformers' Conv1D; PEFT's `fan_in_fan_out`).
     """
 
@@ -35,6 +37,20 @@ class AdapterSettings:
     transposed: bool = False
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
+    short_targets: tuple[str, ...] = ()
+
+    def weight_names(self) -> list[str]:
+        """Names in the model of every weight of the adapter."""
+        return [f"{target}.{kind}" for target in self.targets for kind in weight_names(self.kind)]
+
+    def renamed(self, names: Mapping[str, str]) -> AdapterSettings:
+        """The same adapter with its targets under other names."""
+        return replace(
+            self,
+            targets=tuple(names[target] for target in self.targets),
+            ranks=tuple((names[target], rank) for target, rank in self.ranks),
+            alphas=tuple((names[target], alpha) for target, alpha in self.alphas),
+        )
 
     def rank_of(self, target: str) -> int:
         return dict(self.ranks).get(target, self.rank)
@@ -43,6 +59,12 @@ class AdapterSettings:
         """What the product of the two matrices is multiplied by."""
         rank, alpha = self.rank_of(target), dict(self.alphas).get(target, self.alpha)
         return alpha / math.sqrt(rank) if self.kind == "rslora" else alpha / rank
+
+
+def weight_names(kind: AdapterKind) -> tuple[str, ...]:
+    """Names of an adapter's weights beside the base layer's own."""
+    names = ("lora_A.weight", "lora_B.weight")
+    return (*names, "lora_magnitude_vector") if kind == "dora" else names
 
 
 class Factor(nn.Module):
@@ -92,7 +114,8 @@ class LoraLinear(nn.Module):
         if self.lora_magnitude_vector is not None:
             return self._dora(x, dropped, weight, a, b)
         if dropped is x:
-            return _LoraLinear.apply(x, weight, self.bias, a, b, self.scale)
+            rows = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), weight, self.bias, a, b, self.scale)
+            return rows.view(*x.shape[:-1], self.out_features)
         y = nn.functional.linear(x, weight, self.bias)
         return y + nn.functional.linear(nn.functional.linear(dropped, a), b) * self.scale
 
@@ -122,7 +145,7 @@ class LoraLinear(nn.Module):
 
 
 class _LoraLinear(torch.autograd.Function):
-    """The base layer and its adapter as one operation that keeps only its input.
+    """The base layer and its adapter as one operation that keeps only its input [T, in]; gives [T, out], no view.
 
     The frozen weight gets no gradient, and x A^T (tokens x rank, far smaller than x) is made again in the backward.
     """
@@ -130,36 +153,33 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        rows: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         a: torch.Tensor,
         b: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
         y = nn.functional.linear(rows, weight, bias)
         y.addmm_(rows @ a.t(), b.t(), alpha=scale)
-        ctx.save_for_backward(x, weight, a, b)
+        ctx.save_for_backward(rows, weight, a, b)
         ctx.scale = scale
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return y
 
     @staticmethod
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, a, b = ctx.saved_tensors
-        needs_x, _, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
-        rows = x.reshape(-1, x.shape[-1])
-        d_rows = d_y.reshape(-1, d_y.shape[-1])
-        d_low = d_rows @ b
+        rows, weight, a, b = ctx.saved_tensors
+        needs_rows, _, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
+        d_low = d_y @ b
         d_low *= ctx.scale
-        d_x = d_a = d_b = None
+        d_rows = d_a = d_b = None
         if needs_b:
-            d_b = torch.mm(d_rows.t(), rows @ a.t()).mul_(ctx.scale)
+            d_b = torch.mm(d_y.t(), rows @ a.t()).mul_(ctx.scale)
         if needs_a:
             d_a = d_low.t() @ rows
-        if needs_x:
-            d_x = (d_rows @ weight).addmm_(d_low, a).view_as(x)
-        return d_x, None, d_rows.sum(0) if needs_bias else None, d_a, d_b, None
+        if needs_rows:
+            d_rows = (d_y @ weight).addmm_(d_low, a)
+        return d_rows, None, d_y.sum(0) if needs_bias else None, d_a, d_b, None
 
 
 def keyed_uniform(shape: tuple[int, ...], bound: float, seed: int, name: str) -> torch.Tensor:

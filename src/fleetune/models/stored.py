@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fleetune.spec.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,39 @@ class StoredWeights:
                 for name in file.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                     if self.files.get(name) == path:
                         yield name, file.get_tensor(name)
+
+
+def write_weights(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> None:
+    """Write one safetensors file tensor by tensor, each in `dtype`, holding one at a time in memory.
+
+    shapes: every name that comes, with its whole shape; the tensors may come in any order. Raises ValueError when one
+    comes twice, not at all, in another shape, or with a value that is not finite: the file is then worthless.
+    """
+    size = dtype.itemsize
+    offsets: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, shape in shapes.items():
+        offsets[name] = (end, end + math.prod(shape) * size)
+        end = offsets[name][1]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, shape in shapes.items():
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": list(offsets[name])}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    left = set(shapes)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            if name not in left or tuple(tensor.shape) != tuple(shapes[name]) or not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} comes unasked, twice, misshaped or not finite")
+            left.discard(name)
+            file.seek(8 + len(text) + offsets[name][0])
+            values = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+            file.write(values.reshape(-1).view(torch.uint8).numpy().data)
+    if left:
+        raise ValueError(f"these weights did not come: {', '.join(sorted(left)[:5])}")
 
 
 def naming(model: nn.Module) -> Callable[[str], tuple[str, bool]]:

@@ -1,0 +1,55 @@
+"""Merging an adapter into its base model's weights, one tensor at a time, with PEFT's results to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from fleetune.models.lora import AdapterSettings
+from fleetune.models.stored import StoredWeights, naming
+from fleetune.spec.errors import UserError
+
+
+def merged_tensors(
+    folder: Path, adapter: Mapping[str, torch.Tensor], settings: AdapterSettings, *, allow_remote_code: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(stored name, tensor) of every weight of a model folder, the adapted ones merged, each in its stored dtype.
+
+    Names are those of the folder's files, so that its config.json fits as it is and what is tied stays tied.
+    adapter: every weight of the adapter by its name in the model. Raises UserError when an adapted layer is not there.
+    """
+    from fleetune.models.build import empty_module
+
+    stored = StoredWeights.open(folder)
+    module = empty_module(folder, dtype=torch.float32, allow_remote_code=allow_remote_code)
+    name_of = naming(module)
+    left = set(settings.targets)
+    for stored_name, tensor in stored.tensors():
+        target = name_of(stored_name)[0].removesuffix(".weight")
+        if target in left:
+            left.discard(target)
+            tensor = merge(tensor, target, adapter, settings)
+        yield stored_name, tensor
+    if left:
+        raise UserError(
+            f"{folder} has no weights {', '.join(sorted(left)[:3])}, which the adapter adapts: give its own base model"
+        )
+
+
+def merge(weight: torch.Tensor, target: str, adapter: Mapping[str, torch.Tensor], settings: AdapterSettings) -> torch.Tensor:
+    """The weight of one layer with its adapter merged in; [out, in] (or [in, out] where transposed), in its own dtype.
+
+    The sum is made in fp32 and rounded once. DoRA: m * (W + d) / |W + d|, norms over rows.
+    """
+    a, b = (adapter[f"{target}.{name}.weight"].detach().float() for name in ("lora_A", "lora_B"))
+    change = b.to(weight.device) @ a.to(weight.device)
+    if settings.transposed:
+        change = change.t()
+    merged = weight.float() + change * settings.scale_of(target)
+    if settings.kind == "dora":
+        norms = torch.linalg.vector_norm(merged, dim=0 if settings.transposed else 1)
+        factor = adapter[f"{target}.lora_magnitude_vector"].detach().float().to(weight.device) / norms
+        merged = merged * (factor[None, :] if settings.transposed else factor[:, None])
+    return merged.to(weight.dtype).contiguous()
