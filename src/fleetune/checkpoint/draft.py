@@ -78,12 +78,15 @@ def remove_leftovers(disk: Disk, store: Path, step: int) -> None:
             _log.warning("%s, left by an interrupted save, could not be removed: %s", store / name, error)
 
 
-def gather(draft: Draft, world_size: int) -> tuple[dict[str, StoredFile], tuple[StoredTensor, ...]]:
-    """The parts of all ranks, joined and checked to cover every tensor exactly once. Raises NotSaved, OSError, ValueError."""
+def gather(draft: Draft, own: Part | PartFailure, world_size: int) -> tuple[dict[str, StoredFile], tuple[StoredTensor, ...]]:
+    """The parts of all ranks, rank 0's `own` among them, joined and checked to cover every tensor exactly once.
+
+    Raises NotSaved, OSError, ValueError.
+    """
     parts: list[Part] = []
     failures: list[PartFailure] = []
     for rank in range(world_size):
-        part = read_part(draft.folder, rank)
+        part = read_part(draft.folder, rank) if rank else own
         if isinstance(part, Part):
             parts.append(part)
         else:
@@ -99,11 +102,12 @@ def gather(draft: Draft, world_size: int) -> tuple[dict[str, StoredFile], tuple[
     return files, tensors
 
 
-def publish(disk: Disk, draft: Draft, manifest: Manifest) -> None:
+def publish(disk: Disk, draft: Draft, manifest: Manifest) -> bool:
     """Write the manifest and give the folder its name: the moment at which the checkpoint exists. Rank 0 only.
 
     An older checkpoint of the same step steps aside under a name that readers still accept, so that at every moment one of
-    the two is found. Raises OSError; then nothing has changed for a reader.
+    the two is found. Raises OSError; then nothing has changed for a reader. Returns whether the new name is surely on the
+    disk; until it is, nothing older may go.
     """
     write_whole(disk, draft.folder / MANIFEST_NAME, manifest.to_bytes())
     for rank in range(manifest.world_size):
@@ -115,17 +119,28 @@ def publish(disk: Disk, draft: Draft, manifest: Manifest) -> None:
         disk.rename(draft.final, aside)
     try:
         disk.rename(draft.folder, draft.final)
-        try:
-            disk.sync_folder(draft.final.parent)
-        except OSError:
-            disk.rename(draft.final, draft.folder)
-            raise
+        is_durable = _sync_or_undo(disk, draft)
     except OSError:
         if replaces:
             disk.rename(aside, draft.final)
         raise
-    if replaces:
+    if replaces and is_durable:
         _remove_aside(disk, aside)
+    return is_durable
+
+
+def _sync_or_undo(disk: Disk, draft: Draft) -> bool:
+    """Bring the new name to the disk, or take it back and raise OSError; False where neither can be done."""
+    try:
+        disk.sync_folder(draft.final.parent)
+        return True
+    except OSError as error:
+        try:
+            disk.rename(draft.final, draft.folder)
+        except OSError:
+            _log.warning("%s is complete, but may be lost in a power cut: %s", draft.final, error)
+            return False
+        raise
 
 
 def remove_checkpoint(disk: Disk, folder: Path) -> None:

@@ -6,10 +6,11 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, BinaryIO
 
 from fleetune.checkpoint.disk import CHUNK_BYTES, Disk, WritableFile, open_regular
 from fleetune.checkpoint.manifest import (
@@ -79,25 +80,31 @@ def write_part(disk: Disk, folder: Path, rank: int, shards: Iterable[Shard], *, 
 
 
 def leave_failure(disk: Disk, folder: Path, rank: int, failure: PartFailure) -> PartFailure:
-    """Leave a note for rank 0; where even that cannot be written, the missing list says the same with less."""
-    note = {"cause": failure.cause, "code": failure.code, "needed_bytes": failure.needed_bytes}
+    """Leave a note for rank 0. Its name says the error and the size: an empty file can be made on a full disk too."""
+    path = folder / f"part-{rank:05d}.failed-{failure.code or 0}-{failure.needed_bytes}"
     try:
-        write_whole(disk, folder / failure_name(rank), json.dumps(note).encode())
+        file = disk.create(path)
+        try:
+            file.write(memoryview(failure.cause.encode()))
+        finally:
+            file.close()
     except OSError as error:
-        _log.warning("rank %d could not leave a note of its failed save: %s", rank, error)
+        _log.warning("rank %d could not leave a whole note of its failed save: %s", rank, error)
     return failure
 
 
 def read_part(folder: Path, rank: int) -> Part | PartFailure:
     """What rank `rank` left in `folder`; for rank 0, after the barrier. Raises OSError, ValueError."""
+    note = next((name for name in sorted(os.listdir(folder)) if name.startswith(f"part-{rank:05d}.failed-")), None)
+    if note is not None:
+        code, needed_bytes = map(int, note.rsplit("-", 2)[1:])
+        cause = (folder / note).read_text(errors="replace") or f"rank {rank} could not write its part"
+        return PartFailure(cause, code or None, needed_bytes)
     try:
-        value = _read_object(folder / part_name(rank))
+        with open_regular(folder / part_name(rank)) as file:
+            value = parse_object(file.read(MAX_MANIFEST_BYTES))
     except FileNotFoundError:
-        try:
-            note = _read_object(folder / failure_name(rank))
-        except (FileNotFoundError, ValueError):
-            return PartFailure(f"rank {rank} left neither its part nor a cause: see its log", None, 0)
-        return PartFailure(str(note["cause"]), note["code"], int(note["needed_bytes"]))
+        return PartFailure(f"rank {rank} left neither its part nor a cause: see its log", None, 0)
     if value.get("version") != FORMAT_VERSION:
         raise ValueError(f"rank {rank} runs another version of fleetune")
     return Part(*contents_from_json(value.get("files"), value.get("tensors")))
@@ -107,18 +114,14 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-def failure_name(rank: int) -> str:
-    return f"part-{rank:05d}.failed.json"
-
-
 def write_whole(disk: Disk, path: Path, data: bytes) -> None:
     """Write a small file, sync it, and read it back. Raises OSError."""
-    with_file = disk.create(path)
+    file = disk.create(path)
     try:
-        with_file.write(memoryview(data))
-        with_file.sync()
+        file.write(memoryview(data))
+        file.sync()
     finally:
-        with_file.close()
+        file.close()
     check_on_disk(disk, path, hashlib.sha256(data).hexdigest())
 
 
@@ -130,7 +133,7 @@ def check_on_disk(disk: Disk, path: Path, sha256: str) -> None:
         raise OSError(5, "reading it back gave other bytes than were written: the disk is failing", str(path))
 
 
-def hash_of(file: Any) -> str:
+def hash_of(file: BinaryIO) -> str:
     """sha256 (hex) of an open binary file from where it stands."""
     digest = hashlib.sha256()
     while chunk := file.read(CHUNK_BYTES):
@@ -174,8 +177,11 @@ class _PartWriter:
         part = Part(self._files, tuple(self._tensors.values()))
         self.current = part_name(self._rank)
         content = {"version": FORMAT_VERSION, **contents_to_json(part.files, part.tensors)}
-        self._created.append(self.current)
-        write_whole(self._disk, self._folder / self.current, json.dumps(content).encode())
+        # Under its own name only when it is whole and on the disk: for rank 0 the name says that this rank is done.
+        unfinished = f"{self.current}.unfinished"
+        self._created.append(unfinished)
+        write_whole(self._disk, self._folder / unfinished, json.dumps(content).encode())
+        self._disk.rename(self._folder / unfinished, self._folder / self.current)
         return part
 
     def discard(self) -> None:
@@ -220,9 +226,7 @@ class _PartWriter:
 def _item(shard: Shard) -> _Item:
     dtype = DTYPE_OF_TORCH.get(str(shard.tensor.dtype).removeprefix("torch."))
     if dtype is None:
-        raise ValueError(
-            f"tensor {shard.name} ({shard.role}) has the type {shard.tensor.dtype}, which a checkpoint cannot hold"
-        )
+        raise ValueError(f"tensor {shard.name} ({shard.role}) has type {shard.tensor.dtype}, which a checkpoint cannot hold")
     key = f"{shard.role}:{shard.name}@{','.join(map(str, shard.offset))}"
     return _Item(shard, shard.tensor.detach().to("cpu").contiguous(), key, HeaderEntry(dtype, tuple(shard.tensor.shape)))
 
@@ -241,8 +245,3 @@ def _write_tensors(file: WritableFile, items: list[_Item]) -> StoredFile:
             file.write(chunk)
             size += len(chunk)
     return StoredFile(size, digest.hexdigest())
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:
-        return parse_object(file.read(MAX_MANIFEST_BYTES))

@@ -105,7 +105,7 @@ class CheckpointStore:
         identity = _identity(draft)
         self._barrier()
         if self._rank == 0:
-            num_bytes, failure = self._end(draft, failure, state, best)
+            num_bytes, failure = (0, failure) if draft is None else self._end(draft, part, state, best)
         else:
             num_bytes = sum(file.num_bytes for file in part.files.values()) if isinstance(part, Part) else 0
         self._barrier()
@@ -183,26 +183,25 @@ class CheckpointStore:
             return None
         return write_part(self._disk, draft.folder, self._rank, shards, file_bytes=self._file_bytes)
 
-    def _end(self, draft: Draft | None, failure: str | None, state: dict[str, Any], best: bool) -> tuple[int, str | None]:
+    def _end(self, draft: Draft, own: Part | PartFailure | None, state: dict[str, Any], best: bool) -> tuple[int, str | None]:
         """Rank 0: publish the draft and let older ones go, or remove it. Returns (bytes, why it failed)."""
-        if draft is None:
-            return 0, failure
-        if draft.unchanged:
+        if own is None:  # it was there already
             self._abort(draft)
             return self._verified[draft.final][1].num_bytes, None
         needed_bytes = 0
         try:
-            files, tensors = gather(draft, self._world_size)
+            files, tensors = gather(draft, own, self._world_size)
             needed_bytes = sum(file.num_bytes for file in files.values())
             manifest = Manifest(draft.step, best, self._world_size, files, tensors, state, self._fingerprints)
-            publish(self._disk, draft, manifest)
+            is_durable = publish(self._disk, draft, manifest)
         except NotSaved as error:
             cause, code, needed_bytes = str(error), error.code, error.needed_bytes
         except (OSError, ValueError) as error:
             cause, code = f"rank 0 could not complete it: {failure_text(error)}", getattr(error, "errno", None)
         else:
             self._remember(draft.final, manifest)
-            self._rotate(draft.step)
+            if is_durable:
+                self._rotate(draft.step)
             return manifest.num_bytes, None
         self._abort(draft)
         free = self._free_bytes()
