@@ -1,0 +1,150 @@
+"""Starts the workers of one attempt on one machine, through torch elastic's agent, which never restarts anything here.
+
+What the workers import was imported before `main` is called (see `fleetune.launch.child`); they are forked from this
+process, so they start at once and share that memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from fleetune.launch import lifeline
+from fleetune.launch.processes import open_log
+from fleetune.parallel.world import STORE_VARIABLE
+from fleetune.spec.run_folder import RunFolder
+
+_MONITOR_S = 0.1
+
+
+def main(arguments: list[str]) -> int:
+    """Run the workers to their end; 0 where all ended well. Who failed is told on the report pipe."""
+    parser = argparse.ArgumentParser(prog="fleetune.parallel.agent")
+    parser.add_argument("folder")
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--num-processes", type=int, required=True)
+    parser.add_argument("--worker", required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--report-fd", type=int, required=True)
+    options = parser.parse_args(arguments)
+    os.environ[STORE_VARIABLE] = options.store
+    host, _, port = options.store.rpartition(":")
+    spec = WorkerSpec(
+        role="worker",
+        local_world_size=options.num_processes,
+        entrypoint=run_worker,
+        args=(options.worker, options.folder, options.attempt, options.report_fd),
+        rdzv_handler=FixedRendezvous(host, int(port), options.attempt),
+        max_restarts=0,
+        monitor_interval=_MONITOR_S,
+    )
+    gc.collect()
+    gc.freeze()  # the collector would otherwise write to, and so copy, every page the workers share
+    agent = LocalElasticAgent(spec, logs_specs=NoLogs(), start_method=start_method())
+    try:
+        result = agent.run()
+    except SignalException:
+        return 1
+    report(options.report_fd, {"ended": exit_codes(agent, result)})
+    return 1 if result.is_failed() else 0
+
+
+def start_method() -> str:
+    """Forking is fast, and impossible once CUDA has been started in this process (an import may have done it)."""
+    if torch.cuda.is_initialized() or sys.platform == "darwin":
+        print("the workers are started afresh, which takes longer: this process cannot be forked", file=sys.stderr)
+        return "spawn"
+    return "fork"
+
+
+def run_worker(module: str, folder: str, attempt: int, report_fd: int) -> int:
+    """In the worker's own process: say who we are, write into our own log, and run the module."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the agent's handlers are inherited by a fork
+    lifeline.watch()
+    rank = int(os.environ["RANK"])
+    report(report_fd, {"started": rank, "pid": os.getpid()})
+    os.close(report_fd)
+    log = open_log(RunFolder(Path(folder)).log(rank, attempt))
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    code = int(importlib.import_module(module).main([folder, "--attempt", str(attempt)]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != 0:
+        os._exit(code)  # no shutdown of the interpreter, in which a foreign thread could hang
+    return code
+
+
+def report(descriptor: int, row: dict[str, Any]) -> None:
+    """One line for the supervisor. Short enough to be written whole, also when several processes write."""
+    os.write(descriptor, json.dumps(row).encode() + b"\n")
+
+
+def exit_codes(agent: LocalElasticAgent, result: RunResult) -> dict[int, int]:
+    """Exit code by rank. torch gives only that of the first failure; the others help to tell cause from consequence."""
+    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    context = getattr(getattr(agent, "_pcontext", None), "_pc", None)
+    workers = agent.get_worker_group().workers
+    for worker, process in zip(workers, getattr(context, "processes", [])):
+        if process.exitcode is not None:
+            codes[worker.global_rank] = process.exitcode
+    return codes
+
+
+@final
+class FixedRendezvous(RendezvousHandler):
+    """Who takes part is decided by the supervisor, so there is nothing to negotiate: only the store to hand over."""
+
+    def __init__(self, host: str, port: int, attempt: int) -> None:
+        self._host, self._port, self._attempt = host, port, attempt
+
+    def get_backend(self) -> str:
+        return "fixed"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = PrefixStore(f"attempt-{self._attempt}/agents", TCPStore(self._host, self._port, is_master=False))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._host, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return f"attempt-{self._attempt}"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+@final
+class NoLogs(LogsSpecs):
+    """Each worker opens its own log in the run folder; torch writes none."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        nothing = dict.fromkeys(envs, "")
+        return LogsDest(nothing, nothing, {}, {}, nothing, "", "")
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""

@@ -1,0 +1,36 @@
+"""What every engine can do. The loop knows this and nothing of how the model is spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Engine(Protocol):
+    """A model over all ranks, with its optimizer. All methods are collective: every rank calls them in the same order."""
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepReport:
+        """One optimizer step over the micro-batches of all ranks; each gives its own share, which may be empty."""
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """(summed loss, trained tokens) over all ranks, without any change of state; shares may be unequal or empty."""
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's part of the training state. All ranks together give every piece exactly once."""
+
+    def load(self, read: ShardReader) -> None:
+        """Restore everything that `shards` gives, from a checkpoint of any layout. Raises KeyError where one is missing."""
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every trained parameter, whole, on the CPU, one at a time, in the same order on all ranks."""
+
+    def fingerprint(self) -> str:
+        """A hash of all trained parameters: equal where they are equal to the last bit."""
+
+    def close(self) -> None:
+        """Let go of memory. No collective takes place."""

@@ -1,0 +1,217 @@
+"""Who else computes: this process's place among the ranks, and the few things that ranks say to each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+#: `host:port` of our store process, set by our agent. Absent under somebody else's torchrun.
+STORE_VARIABLE = "FLEETUNE_STORE"
+
+#: A message between ranks is control, not data; a larger one is a mistake.
+MAX_MESSAGE_BYTES = 256 << 20
+
+_LEAVE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands. node: number of its machine. num_nodes: machines of the run."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    node: int = 0
+    num_nodes: int = 1
+
+    @staticmethod
+    def from_environment() -> Place:
+        """As torch elastic's agent, ours or another, tells it."""
+
+        def number(name: str, default: int) -> int:
+            return int(os.environ.get(name, default))
+
+        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+        return Place(
+            rank=rank,
+            world_size=world_size,
+            local_rank=number("LOCAL_RANK", rank),
+            node=number("GROUP_RANK", 0),
+            num_nodes=number("GROUP_WORLD_SIZE", 1),
+        )
+
+
+@final
+class World:
+    """All ranks of one attempt. In a world of one there is no process group, and every method returns at once.
+
+    Every method but `leave` is collective: all ranks call it, in the same order. Messages are JSON in byte tensors over
+    gloo on the CPU, so they neither wait for a GPU nor unpickle anything. Where a peer dies, they raise RuntimeError.
+
+    bytes_sent: bytes that this rank has given to collectives since it joined.
+    """
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        self.place = place
+        self.device = device
+        self.bytes_sent = 0
+
+    @staticmethod
+    def join(*, attempt: int = 0, device: str = "cpu", timeout_s: float = 1800.0) -> World:
+        """Find the other ranks, through the environment that an agent has set. All ranks of the attempt.
+
+        device: `cpu` or `cuda`; each process of a node takes its own GPU. timeout_s: a collective in which a peer hangs
+        raises after so long (one whose peer dies raises at once).
+        """
+        place = Place.from_environment()
+        where = torch.device("cuda", place.local_rank) if device == "cuda" else torch.device(device)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        if place.world_size > 1:
+            _join_group(place, attempt, where.type, timedelta(seconds=timeout_s))
+        return World(place, where)
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.place.local_rank
+
+    @property
+    def node(self) -> int:
+        return self.place.node
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of every step is this rank's."""
+        return self.place.rank
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many shares a step is divided."""
+        return self.place.world_size
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.sum([0])
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says True."""
+        return self.max([float(flag)])[0] > 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, in double precision: counts are exact up to 2**53."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """The largest of each over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def sum_tensor(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor, on this world's device, by its sum over all ranks, the same to the last bit on each."""
+        if self.world_size > 1:
+            self._count(tensor)
+            dist.all_reduce(tensor)
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. What the others give is not looked at."""
+        if self.world_size == 1:
+            return value
+        message = _encode(value) if self.rank == 0 else b""
+        length = int(self.sum([len(message)])[0])
+        data = _bytes(message) if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
+        if self.rank == 0:
+            self._count(data)
+        dist.broadcast(data, src=0)
+        return _decode(data)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        message = _encode(value)
+        lengths = [0.0] * self.world_size
+        lengths[self.rank] = len(message)
+        sizes = [int(length) for length in self.sum(lengths)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(message)] = _bytes(message)
+        parts = [torch.empty_like(padded) for _ in sizes]
+        self._count(padded)
+        dist.all_gather(parts, padded)
+        return [_decode(part[:size]) for part, size in zip(parts, sizes)]
+
+    def leave(self) -> None:
+        """Let go of the group. Not collective, never raises, and never takes longer than 5 s, whatever the peers do."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return
+        thread = threading.Thread(target=_destroy, name="leave", daemon=True)
+        thread.start()
+        thread.join(_LEAVE_S)
+
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+        if self.world_size == 1:
+            return [float(value) for value in values]
+        tensor = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        self._count(tensor)
+        dist.all_reduce(tensor, op=operation)
+        return [float(value) for value in tensor.tolist()]
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+
+
+def _join_group(place: Place, attempt: int, device: str, timeout: timedelta) -> None:
+    if place.num_nodes == 1:
+        # Nothing of a run on one machine is to be heard outside it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    # A prefix of its own for each attempt: addresses of an earlier one must not be read.
+    store = dist.PrefixStore(f"attempt-{attempt}", _connect(timeout))
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _connect(timeout: timedelta) -> dist.Store:
+    endpoint = os.environ.get(STORE_VARIABLE)
+    if endpoint is not None:
+        host, _, port = endpoint.rpartition(":")
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _destroy() -> None:
+    try:
+        dist.destroy_process_group()
+    except Exception as error:  # whoever leaves does not care any more; the message may still help
+        print(f"leaving the process group: {error}", file=sys.stderr)
+
+
+def _encode(value: Any) -> bytes:
+    message = json.dumps(value).encode("utf-8")
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(message)} bytes between ranks is over the limit of {MAX_MESSAGE_BYTES}")
+    return message
+
+
+def _bytes(message: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
