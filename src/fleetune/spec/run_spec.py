@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 def _field(default: Any, help: str, *, aliases: tuple[str, ...] = (), resume: bool = False, **limits: Any) -> Any:
@@ -190,7 +190,8 @@ class OutputSection(_Section):
         0, "Evaluate on the held-out rows every so many steps; 0 only before and after.", ge=0, resume=True
     )
     exact_match: bool = _field(
-        False, "Also let the model answer the held-out rows, before and after, and count the answers that are exactly right.",
+        False,
+        "Also let the model answer the held-out rows, before and after, and count the answers that are exactly right.",
         resume=True,
     )
     max_new_tokens: int = _field(128, "Longest answer, in tokens, when --exact-match lets the model answer.", ge=1, resume=True)
