@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetune.spec.batches import Batches, derive
+from fleetune.spec.batches import Batches, derive, divide
 from fleetune.spec.errors import Preempted, UserError, raise_if_any
 from fleetune.spec.records import MicroBatch, StepBatch
 from fleetune.spec.run_folder import RunFolder, read_json, write_json
@@ -19,17 +19,20 @@ from fleetune.training.prepared import Prepared
 from fleetune.training.schedules import DEFAULT_LEARNING_RATE, Schedule
 
 if TYPE_CHECKING:
+    from fleetune.data.plan import SamplePlan
+    from fleetune.data.store import TokenStore
     from fleetune.models.causal import CausalModel
     from fleetune.parallel.engine import Engine
     from fleetune.parallel.world import World
-    from fleetune.training.loop import Run
+    from fleetune.training.held_out import HeldOut
+    from fleetune.training.loop import Progress, Run
     from fleetune.training.signals import StopRequest
 
 _log = logging.getLogger(__name__)
 
 
 def batches_of(spec: RunSpec, *, data_ranks: int) -> Batches:
-    """The division of a step. A resumed run on another world divides its first global batch unequally where it must."""
+    """The division of a step in a new run. Raises UserError for numbers that do not divide."""
     optimization = spec.optimization
     return derive(
         global_batch_size=optimization.global_batch_size,
@@ -53,9 +56,11 @@ class Parts:
     prepared: Prepared
     model: CausalModel
     run: Run
+    store: TokenStore
     batches: Batches
     stop: StopRequest
-    attempt: int = 0
+    attempt: int
+    plan: SamplePlan | None = None
     held_out: HeldOut | None = None
 
     @cached_property
@@ -71,21 +76,10 @@ class Parts:
     def steps(self) -> Iterator[StepBatch]:
         """This rank's batches, from where the run stands to its end."""
         from fleetune.data.loader import Loader
-        from fleetune.data.plan import plan_run
-        from fleetune.data.store import TokenStore
 
-        optimization = self.spec.optimization
-        store = TokenStore.open(Path(self.prepared.store))
-        plan = plan_run(
-            store.num_sequences,
-            seed=optimization.seed,
-            global_batch_size=self.batches.global_batch_size,
-            epochs=optimization.epochs,
-            max_steps=optimization.max_steps,
-            first_step=self.run.progress.step,
-            first_position=self.run.progress.next_sequence,
-        )
-        with Loader(store, plan, self.batches, self.run.world.data_rank, num_workers=self.spec.rows.num_workers) as loader:
+        assert self.plan is not None
+        workers = self.spec.rows.num_workers
+        with Loader(self.store, self.plan, self.batches, self.run.world.data_rank, num_workers=workers) as loader:
             yield from loader
 
     def open_validation(self) -> None:
@@ -153,12 +147,11 @@ def assemble(
 ) -> Parts:
     """Put the parts of this rank together. Nothing is trained, read from a checkpoint or written yet."""
     from fleetune.checkpoint.store import CheckpointStore
+    from fleetune.data.store import TokenStore
     from fleetune.monitor.memory import PeakMemory
-    from fleetune.training.loop import Cadence, Progress, Run
+    from fleetune.training.loop import Cadence, Run
 
-    batches = batches_of(spec, data_ranks=world.data_ranks)
     output = spec.output
-    progress = Progress(schedule_steps=spec.optimization.schedule_steps or prepared.num_steps)
     checkpoints = CheckpointStore(
         folder.checkpoints,
         rank=world.rank,
@@ -173,13 +166,13 @@ def assemble(
         monitor=None,
         checkpoints=checkpoints,
         schedule=lambda step: 0.0,
-        cadence=Cadence(prepared.num_steps, output.checkpoint_every, output.evaluate_every, output.early_stop),
+        cadence=Cadence(output.checkpoint_every, output.evaluate_every, output.early_stop),
         evaluate=lambda: None,
         stop_requested=lambda: stop.requested,
         peak_memory=PeakMemory(torch_peak(world)),
-        progress=progress,
     )
-    return Parts(spec, folder, prepared, model, run, batches, stop, attempt)
+    store = TokenStore.open(Path(prepared.store))
+    return Parts(spec, folder, prepared, model, run, store, batches_of(spec, data_ranks=world.data_ranks), stop, attempt)
 
 
 def make_engine(spec: RunSpec, prepared: Prepared, model: CausalModel, world: World) -> Engine:
@@ -218,18 +211,58 @@ def go_on(parts: Parts) -> None:
         raise UserError(f"the ranks find different checkpoints in {parts.folder.checkpoints} (steps {steps}): share the folder")
     if checkpoint is not None:
         raise_if_any([f"{text}: start a new run with --run" for text in run.checkpoints.mismatches(checkpoint)])
-        horizon = parts.spec.optimization.schedule_steps
         run.progress = Progress(**checkpoint.state)
-        run.progress.schedule_steps = horizon or run.progress.schedule_steps
         run.engine.load(checkpoint.read)
-    run.schedule = schedule_of(parts.spec, run.progress.schedule_steps)
+        parts.batches = resumed_batches(parts.spec, run.progress, parts.run.world.data_ranks)
+    parts.plan = plan_of(parts)
+    progress = run.progress
+    progress.global_batch_size = parts.batches.global_batch_size
+    progress.micro_batch_size = parts.batches.micro_batch_size
+    progress.num_steps = parts.plan.num_steps
+    progress.schedule_steps = parts.spec.optimization.schedule_steps or progress.schedule_steps or progress.num_steps
+    run.schedule = schedule_of(parts.spec, progress.schedule_steps)
     open_records(parts)
     for refusal in run.checkpoints.refused:
         event(run, "checkpoint_refused", cause=str(refusal))
-    record = {"world_size": run.world.world_size, "micro_batch_size": parts.batches.micro_batch_size}
-    event(run, "start", from_step=run.progress.step, num_steps=run.cadence.num_steps, **record, **sizes(parts))
+    event(run, "start", from_step=progress.step, num_steps=progress.num_steps, **batch_sizes(parts), **sizes(parts))
     if parts.prepared.validation_store is not None:
         parts.open_validation()
+
+
+def resumed_batches(spec: RunSpec, progress: Progress, data_ranks: int) -> Batches:
+    """The global batch that the run began with, divided over the ranks there are now; unequally where it must be."""
+    size = spec.optimization.micro_batch_size or progress.micro_batch_size
+    return divide(progress.global_batch_size, min(size, progress.global_batch_size), data_ranks)
+
+
+def plan_of(parts: Parts) -> SamplePlan:
+    from fleetune.data.plan import plan_run
+
+    optimization, progress = parts.spec.optimization, parts.run.progress
+    return plan_run(
+        parts.store.num_sequences,
+        seed=optimization.seed,
+        global_batch_size=parts.batches.global_batch_size,
+        epochs=optimization.epochs,
+        max_steps=optimization.max_steps,
+        first_step=progress.step,
+        first_position=progress.next_sequence,
+    )
+
+
+def batch_sizes(parts: Parts) -> dict[str, Any]:
+    """The numbers of a step, resolved: what a person is told at the start."""
+    batches, world = parts.batches, parts.run.world
+    return {
+        "global_batch_size": batches.global_batch_size,
+        "micro_batch_size": batches.micro_batch_size,
+        "gradient_accumulation_steps": batches.gradient_accumulation_steps,
+        "shares": list(batches.shares),
+        "world_size": world.world_size,
+        "layout": {"replicate": world.data_ranks},
+        "precision": parts.prepared.precision,
+        "device": str(world.device),
+    }
 
 
 def sizes(parts: Parts) -> dict[str, int]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetune.spec.errors import UserError
 from fleetune.spec.records import MicroBatch
 from fleetune.training.answers import Question, question_of
 from fleetune.training.assess import Assessment, answer_all, assessment, held_out_loss
-from fleetune.training.sources import ModelRequest, ModelSource, prepare_source, tokenizer_of
+from fleetune.training.sources import ModelRequest, ModelSource, prepare_source, rows_fingerprint, tokenizer_of
 
 if TYPE_CHECKING:
     from fleetune.data.store import TokenStore
@@ -152,4 +151,19 @@ def open_rows(
     data: tuple[str, ...], source: ModelSource, request: ModelRequest, options: EvaluateOptions
 ) -> tuple[TokenStore, int]:
     """The rows as an unpacked token store in reading order, and how many rows it holds."""
-    raise NotImplementedError
+    from fleetune.data.prepare import prepare_data
+    from fleetune.data.request import DataRequest
+    from fleetune.data.store import TokenStore
+
+    asked = DataRequest(
+        data=data,
+        tokenizer_fingerprint=rows_fingerprint(source, request),
+        data_shape=options.data_shape,
+        columns=options.columns,
+        sequence_length=options.sequence_length,
+        packing=False,
+        train_on=options.train_on,
+        offline=options.offline,
+    )
+    prepared = prepare_data(asked, lambda: tokenizer_of(source, request))
+    return TokenStore.open(prepared.store), prepared.report.rows

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 #: Rows and tokens of each that the check reads: enough to see any wrong weight, few enough for seconds.
 CHECK_ROWS = 3
 CHECK_TOKENS = 96
+#: Files beside the weights that belong to a model.
+COMPANIONS = (".json", ".jinja", ".txt", ".model")
 #: Largest difference of log-probabilities (nats) that rounding explains, by the precision of the weights.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.05}
 
@@ -60,6 +62,7 @@ def export_run(run: str, *, to: str, out: Path | None = None) -> ExportReport:
     target.parent.mkdir(parents=True, exist_ok=True)
     with published(target) as temporary:
         write(to, model, folder, prepared, temporary)
+        copy_companions(folder.adapter if is_adapter else folder.model, Path(prepared.model_folder), temporary)
         difference = largest_difference(load_elsewhere(to, temporary, prepared), rows, wanted)
         tolerance = TOLERANCE[prepared.precision]
         if not difference <= tolerance:
@@ -84,6 +87,38 @@ def trained_model(prepared: Prepared, folder: RunFolder, *, is_adapter: bool) ->
         model = load_adapter(model, folder.adapter, trainable=False)
     model.eval()
     return model
+
+
+def write(to: str, model: CausalModel, folder: RunFolder, prepared: Prepared, target: Path) -> None:
+    """The weights and their config, one tensor at a time."""
+    import shutil
+
+    if to == "adapter" or model.adapter is None:
+        result = folder.adapter if to == "adapter" else folder.model
+        for file in result.iterdir():
+            shutil.copyfile(file, target / file.name)
+        return
+    from fleetune.models.adapters import adapter_parameters
+    from fleetune.models.merge import merged_tensors
+    from fleetune.models.stored import SINGLE_FILE, StoredWeights, write_weights
+    from fleetune.training.build import torch_dtype
+
+    base = Path(prepared.model_folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in StoredWeights.open(base).tensors()}
+    tensors = merged_tensors(base, dict(adapter_parameters(model.module)), model.adapter)
+    write_weights(target / SINGLE_FILE, shapes, tensors, torch_dtype(prepared.precision))
+    shutil.copyfile(base / "config.json", target / "config.json")
+
+
+def copy_companions(result: Path, base: Path, target: Path) -> None:
+    """Tokenizer, chat template and generation settings: without them the export talks gibberish elsewhere."""
+    import shutil
+
+    for folder in (result, base):
+        for file in sorted(folder.iterdir()):
+            weights = file.suffix == ".safetensors" or file.name.startswith(("adapter_config", "config.json", "README"))
+            if file.is_file() and not weights and not (target / file.name).exists() and file.suffix in COMPANIONS:
+                shutil.copyfile(file, target / file.name)
 
 
 def rows_to_check(prepared: Prepared) -> list[np.ndarray]:

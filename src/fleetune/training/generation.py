@@ -102,9 +102,13 @@ class Generator:
 
     def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens the model is asked with: by its chat template, or for a model without one as the training did."""
-        from fleetune.data.conversation import prompt_tokens
+        from fleetune.data.chat_format import Conversation
+        from fleetune.data.encode import Encoder
 
-        return prompt_tokens(messages, self._tokenizer)
+        chat_format = Encoder(self._tokenizer).chat_format(self._tokenizer)
+        adapted, tools = chat_format.adapt(Conversation(tuple(messages)))
+        text = chat_format.render(adapted, tools, ask=True)
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _streamer(tokenizer: Any, on_text: Callable[[str], None]) -> Any:

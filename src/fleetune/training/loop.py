@@ -32,7 +32,10 @@ class Progress:
 
     step: int = 0
     next_sequence: int = 0
+    num_steps: int = 0
     schedule_steps: int = 0
+    global_batch_size: int = 0
+    micro_batch_size: int = 0
     trained_tokens: int = 0
     tokens: int = 0
     training_s: float = 0.0
@@ -47,7 +50,6 @@ class Progress:
 class Cadence:
     """When the loop saves, evaluates and gives up; in steps and evaluations, 0 is never."""
 
-    num_steps: int
     checkpoint_every: int
     evaluate_every: int
     early_stop: int
@@ -82,7 +84,7 @@ def train(run: Run, batches: Iterable[StepBatch]) -> None:
         advance(progress, batch, report)
         progress.training_s = time.monotonic() - started
         stop = record(run, batch, report, learning_rate, time.monotonic() - began)
-        is_last = progress.step >= run.cadence.num_steps
+        is_last = progress.step >= progress.num_steps
         if not stop and due(progress.step, run.cadence.evaluate_every, is_last):
             paused = time.monotonic()
             stop = evaluate(run)

@@ -10,12 +10,16 @@ import argparse
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_USER, UserError
 from fleetune.spec.run_folder import RunFolder
 from fleetune.spec.run_spec import RunSpec
 from fleetune.training.prepared import Prepared
-from fleetune.training.sources import ModelRequest, ModelSource, prepare_source, tokenizer_of
+from fleetune.training.sources import ModelRequest, ModelSource, prepare_source, rows_fingerprint, tokenizer_of
+
+if TYPE_CHECKING:
+    from fleetune.data.request import DataRequest, PreparedData
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,25 +71,29 @@ def prepare(spec: RunSpec, folder: RunFolder, *, device: str) -> Prepared:
         precision=source.precision,
         device=device,
         num_sequences=data.num_sequences,
-        num_steps=num_steps(spec, data.num_sequences),
     )
     prepared.write(folder)
     return prepared
 
 
-def num_steps(spec: RunSpec, num_sequences: int) -> int:
-    """Optimizer steps of the whole run, known before step 1; only the last one may be short."""
-    from fleetune.data.plan import num_steps as steps_of
-    from fleetune.training.build import batches_of
+def prepare_rows(spec: RunSpec, source: ModelSource, request: ModelRequest, folder: RunFolder) -> PreparedData:
+    """Tokenise and pack the rows, or find that it was done before. Raises UserError."""
+    from fleetune.data.prepare import prepare_data
 
-    optimization = spec.optimization
-    if optimization.max_steps is not None:
-        return optimization.max_steps
-    return steps_of(num_sequences, optimization.epochs, batches_of(spec, data_ranks=1).global_batch_size)
+    asked = data_request(spec, source, request, folder.quarantine)
+    return prepare_data(asked, lambda: tokenizer_of(source, request))
 
 
-def prepare_rows(spec: RunSpec, source: ModelSource, request: ModelRequest, folder: RunFolder):  # type: ignore[no-untyped-def]
-    raise NotImplementedError
+def data_request(spec: RunSpec, source: ModelSource, request: ModelRequest, quarantine: Path | None) -> DataRequest:
+    from fleetune.data.request import DataRequest
+
+    return DataRequest.of_rows(
+        spec.rows,
+        tokenizer_fingerprint=rows_fingerprint(source, request),
+        seed=spec.optimization.seed,
+        offline=spec.weights.offline,
+        quarantine=quarantine,
+    )
 
 
 if __name__ == "__main__":

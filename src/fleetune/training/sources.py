@@ -61,3 +61,11 @@ def tokenizer_of(source: ModelSource, request: ModelRequest) -> Any:
     from fleetune.models.tokenizer import load_tokenizer
 
     return load_tokenizer(source.folder, chat_template=request.chat_template, allow_remote_code=request.allow_remote_code)
+
+
+def rows_fingerprint(source: ModelSource, request: ModelRequest) -> str:
+    """What the tokenised rows depend on beside the rows: tokenizer and chat template, known without loading them."""
+    from fleetune.data.keys import tokenizer_fingerprint
+
+    template = Path(request.chat_template).read_text(encoding="utf-8") if request.chat_template else None
+    return tokenizer_fingerprint(source.folder, template)
