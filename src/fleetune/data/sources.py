@@ -76,6 +76,8 @@ def find_files(names: Sequence[str], *, offline: bool) -> Found:
 def _find(name: str, source: int, *, offline: bool) -> Found:
     if re.match(r"[a-z][a-z0-9+.-]*://", name):
         raise UserError(f"data {name!r} is an address: download the file, and give its path")
+    if not name.strip():
+        raise UserError(f"data {name!r} is no name: give the path of a file or folder")
     path = Path(name).expanduser()
     try:
         mode = path.stat().st_mode

@@ -120,6 +120,10 @@ class RowTokenizer:
 
     def _shape(self, file: DataFile, usable: list[dict[str, Any]]) -> Shape | None:
         if file.format == "text":
+            if self.request.data_shape not in ("auto", "text"):
+                raise UserError(
+                    f"{file.path} holds plain text, and --data-shape asks for {self.request.data_shape}: leave it out"
+                )
             return Shape("text", {"text": "text"})
         if not usable:
             return None
