@@ -53,14 +53,20 @@ class Located:
     preset: Preset | None = None
 
     @cached_property
+    def base_fingerprint(self) -> str:
+        """Hash of the content without the adapter: weights, config, tokenizer. The first time it reads the whole files."""
+        if self.kind == "gguf":
+            return content_hash([("gguf", self.path)])
+        files = ((path.name, path) for path in _model_files(self.path))
+        return content_hash(files, hub_cache=self.revision is not None)
+
+    @cached_property
     def fingerprint(self) -> str:
-        """Hash of the content: weights, config, tokenizer, adapter. The first time it reads the whole files."""
-        files = [(path.name, path) for path in ([self.path] if self.kind == "gguf" else _model_files(self.path))]
-        base = content_hash(files, hub_cache=self.revision is not None)
+        """Hash of the whole content, the adapter included."""
         if self.adapter is None:
-            return base
+            return self.base_fingerprint
         adapter = content_hash((name, self.adapter / name) for name in (ADAPTER_CONFIG, ADAPTER_FILE))
-        return hashlib.sha256(f"{base} {adapter}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.base_fingerprint} {adapter}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
