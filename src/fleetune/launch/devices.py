@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -151,17 +150,23 @@ def _count_by_tool() -> int | None:
 
 
 def _torch_is_cpu_only() -> bool:
-    """Wheels for CPUs say so in their version (`2.13.0+cpu`). Nothing is imported for it."""
+    """Wheels for CPUs say so in their version (`2.13.0+cpu`). torch itself is not imported for it."""
+    return _torch_version().endswith("+cpu")
+
+
+def _torch_version() -> str:
+    from importlib import metadata
+
     try:
-        return metadata.version("torch").endswith("+cpu")
+        return metadata.version("torch")
     except metadata.PackageNotFoundError:
-        return False
+        return ""
 
 
 def _no_gpu(gpus: int) -> str:
     if gpus:
         return (
-            f"--device cuda and {gpus} GPUs are here, but the installed torch {metadata.version('torch')} is built for CPUs: "
+            f"--device cuda and {gpus} GPUs are here, but the installed torch {_torch_version()} is built for CPUs: "
             "install a torch with CUDA, or give --device cpu"
         )
     return f"--device cuda and no NVIDIA GPU is found here{_visible_note()}: see whether nvidia-smi works, or give --device cpu"

@@ -34,7 +34,8 @@ class Commands:
     worker: str = "fleetune.training.worker"
     agent: str = "fleetune.parallel.agent"
     store: str = "fleetune.parallel.store"
-    preload: tuple[str, ...] = ("torch",)
+    # Making the first optimizer imports torch._dynamo, which takes as long as torch itself.
+    preload: tuple[str, ...] = ("torch", "torch._dynamo")
 
 
 @dataclass(frozen=True)

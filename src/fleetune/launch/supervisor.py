@@ -247,6 +247,7 @@ class _Supervision:
     def _event(self, what: str, ending: Ending | None, **more: Any) -> None:
         row = {"event": what, "attempt": self._attempt, "time": round(time.time(), 3)}
         if ending is not None:
-            row |= {"rank": ending.rank, "node": ending.node, "step": ending.step, "cause": ending.cause or None}
+            node = ending.node if ending.rank is not None else None
+            row |= {"rank": ending.rank, "node": node, "step": ending.step, "cause": ending.cause or None}
         row |= more
         append_line(self._folder.events, {key: value for key, value in row.items() if value is not None})

@@ -13,6 +13,8 @@ import json
 import os
 import signal
 import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
@@ -34,7 +36,7 @@ _MONITOR_S = 0.1
 def main(arguments: list[str]) -> int:
     """Run the workers to their end; 0 where all ended well. Who failed is told on the report pipe."""
     parser = argparse.ArgumentParser(prog="fleetune.parallel.agent")
-    parser.add_argument("folder")
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--num-processes", type=int, required=True)
     parser.add_argument("--worker", required=True)
@@ -42,12 +44,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--report-fd", type=int, required=True)
     options = parser.parse_args(arguments)
     os.environ[STORE_VARIABLE] = options.store
+    pipe = Connection(options.report_fd, readable=False)
+    life = Connection(int(os.environ[lifeline.VARIABLE]), writable=False)
     host, _, port = options.store.rpartition(":")
     spec = WorkerSpec(
         role="worker",
         local_world_size=options.num_processes,
         entrypoint=run_worker,
-        args=(options.worker, options.folder, options.attempt, options.report_fd),
+        args=(Task(options.worker, RunFolder(options.folder), options.attempt, pipe, life),),
         rdzv_handler=FixedRendezvous(host, int(port), options.attempt),
         max_restarts=0,
         monitor_interval=_MONITOR_S,
@@ -59,7 +63,7 @@ def main(arguments: list[str]) -> int:
         result = agent.run()
     except SignalException:
         return 1
-    report(options.report_fd, {"ended": exit_codes(agent, result)})
+    report(pipe, {"ended": exit_codes(agent, result)})
     return 1 if result.is_failed() else 0
 
 
@@ -71,19 +75,34 @@ def start_method() -> str:
     return "fork"
 
 
-def run_worker(module: str, folder: str, attempt: int, report_fd: int) -> int:
+@dataclass(frozen=True)
+class Task:
+    """What a worker is to do. One object, and no strings of a person's in the arguments: torch substitutes `$` in those.
+
+    report, lifeline: pipe ends; as connections they find their way into a process that is started afresh, too.
+    """
+
+    module: str
+    folder: RunFolder
+    attempt: int
+    report: Connection
+    lifeline: Connection
+
+
+def run_worker(task: Task) -> int:
     """In the worker's own process: say who we are, write into our own log, and run the module."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's handlers are inherited by a fork
+    os.environ[lifeline.VARIABLE] = str(task.lifeline.fileno())
     lifeline.watch()
     rank = int(os.environ["RANK"])
-    report(report_fd, {"started": rank, "pid": os.getpid()})
-    os.close(report_fd)
-    log = open_log(RunFolder(Path(folder)).log(rank, attempt))
+    report(task.report, {"started": rank, "pid": os.getpid()})
+    task.report.close()
+    log = open_log(task.folder.log(rank, task.attempt))
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-    code = int(importlib.import_module(module).main([folder, "--attempt", str(attempt)]))
+    code = int(importlib.import_module(task.module).main([str(task.folder.path), "--attempt", str(task.attempt)]))
     sys.stdout.flush()
     sys.stderr.flush()
     if code != 0:
@@ -91,9 +110,9 @@ def run_worker(module: str, folder: str, attempt: int, report_fd: int) -> int:
     return code
 
 
-def report(descriptor: int, row: dict[str, Any]) -> None:
+def report(pipe: Connection, row: dict[str, Any]) -> None:
     """One line for the supervisor. Short enough to be written whole, also when several processes write."""
-    os.write(descriptor, json.dumps(row).encode() + b"\n")
+    os.write(pipe.fileno(), json.dumps(row).encode() + b"\n")
 
 
 def exit_codes(agent: LocalElasticAgent, result: RunResult) -> dict[int, int]:

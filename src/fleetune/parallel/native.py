@@ -1,0 +1,216 @@
+"""The engine in which every rank holds the whole model, and the ranks share the work of a step.
+
+A step: count what is trained on all ranks; forward and backward of each micro-batch, adding into one flat buffer, without
+any traffic; one all-reduce of that buffer; norm, check, clip, update, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, final
+
+import torch
+
+from fleetune.parallel.gradients import FlatGradients
+from fleetune.parallel.loss_scale import LossScale
+from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
+from fleetune.parallel.world import World
+from fleetune.spec.errors import UserError
+from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
+
+if TYPE_CHECKING:
+    from fleetune.models.causal import CausalModel
+    from fleetune.models.objective import TokenLoss
+
+#: Runs the model on a micro-batch: (summed loss, fp32 scalar with a gradient; its weight, a number of trained tokens).
+Forward = Callable[[MicroBatch], tuple[torch.Tensor, int]]
+
+_SCALE_NAME, _SCALE_ROLE = "loss_scale", "engine"
+
+
+class TrainedModel(Protocol):
+    """What the engine must know of a model beside its forward."""
+
+    def trained(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        """(name, parameter) of everything that is trained, each once; fp32, on one device, the same on all ranks."""
+
+    def train(self, mode: bool) -> None:
+        """Dropout on, or off."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """gradient_clip: the L2 norm that gradients are scaled down to; 0 never. precision: of the forward; `fp16` needs (and
+    gets) a scaled loss. The forward itself chooses its dtypes, under autocast or not; trained parameters stay fp32."""
+
+    gradient_clip: float = 0.0
+    precision: str = "fp32"
+
+
+def forward_of(model: CausalModel, objective: TokenLoss) -> Forward:
+    """The forward of a causal model under an objective."""
+
+    def forward(micro_batch: MicroBatch) -> tuple[torch.Tensor, int]:
+        laid_out = model.lay_out(micro_batch)
+        return objective(model.hidden(laid_out), laid_out, model.head)
+
+    return forward
+
+
+@final
+class NativeEngine:
+    """One model on every rank. All methods are collective; see `fleetune.parallel.engine.Engine`."""
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        forward: Forward,
+        *,
+        world: World,
+        optimizer: OptimizerFactory,
+        settings: StepSettings,
+    ) -> None:
+        self._model, self._forward = model, forward
+        self._world, self._settings = world, settings
+        self._named = tuple(model.trained())
+        self._gradients = FlatGradients(self._named)
+        self._scale = LossScale(enabled=settings.precision == "fp16")
+        self._roles = find_roles(optimizer, self._named[0][1].device)
+        self._optimizer = optimizer(self._named)
+        fill_state(self._optimizer, (parameter for _, parameter in self._named), self._roles)
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepReport:
+        """One optimizer step over the micro-batches of all ranks; this rank's share may be empty.
+
+        The loss of each micro-batch is divided by the trained tokens of the whole global batch, so that no division of the
+        batch changes loss or gradient. Where loss or gradient is not finite, on any rank, nothing is updated on all of them.
+        Raises UserError, on all ranks, where the global batch has no trained token.
+        """
+        sent = self._world.bytes_sent
+        trained_tokens, tokens = self._count(micro_batches)
+        self._model.train(True)
+        self._gradients.zero()
+        self._gradients.put_loss(self._accumulate(micro_batches, trained_tokens))
+        self._world.sum_tensor(self._gradients.buffer)
+        # From here on every rank works on the same bits, so all come to the same decision without asking each other.
+        loss, scaled_norm = self._gradients.loss_and_norm()
+        norm = scaled_norm / self._scale.value
+        applied = math.isfinite(loss) and math.isfinite(norm)
+        if applied:
+            clip = self._settings.gradient_clip
+            shrink = clip / norm if 0 < clip < norm else 1.0
+            self._gradients.multiply(shrink / self._scale.value)
+            self._update(learning_rate)
+        self._scale.update(math.isfinite(norm))
+        return StepReport(
+            loss=loss,
+            gradient_norm=norm,
+            trained_tokens=trained_tokens,
+            tokens=tokens,
+            applied=applied,
+            bytes_sent=self._world.bytes_sent - sent,
+        )
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """(summed loss, trained tokens) over all ranks. Unequal and empty shares are fine; no state changes."""
+        self._model.train(False)
+        total, count = self._zero(), 0
+        with torch.no_grad():
+            for batch in micro_batches:
+                if batch.num_trained_tokens:
+                    loss, weight = self._run(batch)
+                    total += loss
+                    count += weight
+        loss_sum, counted = self._world.sum([float(total), count])
+        return loss_sum, int(counted)
+
+    def shards(self) -> Iterator[Shard]:
+        """Parameters and optimizer state; of all tensors in order, this rank writes every world-size-th."""
+        for number, (name, role, tensor) in enumerate(self._tensors()):
+            if number % self._world.world_size == self._world.rank:
+                tensor = tensor.detach()
+                tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
+                yield Shard(name, role, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+
+    def load(self, read: ShardReader) -> None:
+        """Restore parameters and optimizer state, each rank all of it. Raises KeyError for what the checkpoint lacks."""
+        with torch.no_grad():
+            for name, role, tensor in self._tensors():
+                shape = tuple(tensor.shape) or (1,)
+                value = read(name, role, (0,) * len(shape), shape)
+                if role == _SCALE_ROLE and name == _SCALE_NAME:
+                    self._scale.restore(value)
+                else:
+                    tensor.copy_(value.reshape(tensor.shape))
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every trained parameter on the CPU, one at a time, in the model's order."""
+        for name, parameter in self._named:
+            yield name, parameter.detach().cpu()
+
+    def fingerprint(self) -> str:
+        """blake2b of names, shapes and bits of all trained parameters."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in self.full_tensors():
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        self._gradients.detach()
+        self._optimizer.state.clear()
+
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
+        """(trained tokens, tokens) of the global batch; before the forward, since each loss is divided by the first."""
+        mine = [sum(batch.num_trained_tokens for batch in micro_batches), sum(batch.num_tokens for batch in micro_batches)]
+        trained_tokens, tokens = (int(count) for count in self._world.sum(mine))
+        if trained_tokens == 0:
+            samples = [sample for batch in micro_batches for sample in batch.samples]
+            everybody = [sample for part in self._world.gather_json(samples) for sample in part]
+            raise UserError(
+                f"no token of this step is trained, so there is nothing to learn from: {', '.join(everybody[:8])}"
+                f"{' and others' if len(everybody) > 8 else ''} ({len(everybody)} samples). See what is trained with "
+                "fleetune data inspect, and give --train-on all or remove these rows"
+            )
+        return trained_tokens, tokens
+
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], trained_tokens: int) -> torch.Tensor:
+        """Add this rank's gradients into the buffer; returns its part of the mean loss, float64 scalar on the device."""
+        total = self._zero()
+        for batch in micro_batches:
+            if batch.num_trained_tokens:
+                loss, _ = self._run(batch)
+                (loss * (self._scale.value / trained_tokens)).backward()
+                total += loss.detach()
+        return total / trained_tokens
+
+    def _run(self, batch: MicroBatch) -> tuple[torch.Tensor, int]:
+        loss, weight = self._forward(batch)
+        if weight != batch.num_trained_tokens:
+            raise RuntimeError(
+                f"the objective gave weight {weight} to micro-batch {batch.number} of step {batch.step}, which has "
+                f"{batch.num_trained_tokens} trained tokens"
+            )
+        return loss, weight
+
+    def _update(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+
+    def _zero(self) -> torch.Tensor:
+        """Where losses are summed: a float64 scalar on the device, so that no micro-batch waits for it."""
+        return torch.zeros((), dtype=torch.float64, device=self._gradients.buffer.device)
+
+    def _tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(name, role, tensor) of the whole training state, in the same order on every rank."""
+        for name, parameter in self._named:
+            yield name, "parameter", parameter
+            state = self._optimizer.state[parameter]
+            for role in self._roles:
+                yield name, role.name, state[role.name]
+        if self._scale.enabled:
+            yield _SCALE_NAME, _SCALE_ROLE, self._scale.state()
