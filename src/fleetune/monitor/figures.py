@@ -35,6 +35,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def plural(number: int, noun: str) -> str:
+    """`1 restart`, `2 restarts`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def speed(tokens_per_s: float) -> str:
     """`345 tokens/s`; below ten with one decimal."""
     return f"{tokens_per_s:.1f} tokens/s" if tokens_per_s < 10 else f"{tokens_per_s:,.0f} tokens/s"

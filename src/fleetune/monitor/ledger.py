@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fleetune.monitor.figures import plural
 from fleetune.spec.run_folder import RunFolder, read_lines
 
 LedgerRow = Mapping[str, Any]
@@ -68,7 +69,8 @@ class Check:
         return not self.problems
 
     def text(self) -> str:
-        said = f"lost {self.lost}, repeated {self.repeated}, {self.num_steps} steps in {self.num_attempts} attempts"
+        steps, attempts = plural(self.num_steps, "step"), plural(self.num_attempts, "attempt")
+        said = f"lost {self.lost}, repeated {self.repeated}, {steps} in {attempts}"
         redone = f", {self.num_redone_steps} done again" if self.num_redone_steps else ""
         return "\n".join([said + redone, *self.problems])
 

@@ -11,9 +11,10 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 HIDDEN = "[secret]"
 
@@ -105,12 +106,14 @@ class _CleanStream(io.TextIOBase):
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self._rest = ""
+        self._lock = threading.RLock()
 
     def write(self, text: str) -> int:
-        lines = (self._rest + text).splitlines(keepends=True)
-        self._rest = lines.pop() if lines and not lines[-1].endswith(("\n", "\r")) else ""
-        if lines:
-            self.stream.write(redact("".join(lines)))
+        with self._lock:
+            lines = (self._rest + text).splitlines(keepends=True)
+            self._rest = lines.pop() if lines and not lines[-1].endswith(("\n", "\r")) else ""
+            if lines:
+                self.stream.write(redact("".join(lines)))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:  # type: ignore[override]
@@ -118,10 +121,11 @@ class _CleanStream(io.TextIOBase):
             self.write(line)
 
     def flush(self) -> None:
-        if self._rest:
-            self.stream.write(redact(self._rest))
-            self._rest = ""
-        self.stream.flush()
+        with self._lock:
+            rest, self._rest = self._rest, ""
+            if rest:
+                self.stream.write(redact(rest))
+            self.stream.flush()
 
     def isatty(self) -> bool:
         return self.stream.isatty()
@@ -131,6 +135,11 @@ class _CleanStream(io.TextIOBase):
 
     def writable(self) -> bool:
         return True
+
+    @property
+    def buffer(self) -> BinaryIO:
+        """The bytes below, for libraries that insist on them; what they write there is not cleaned."""
+        return self.stream.buffer
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from fleetune.monitor.figures import duration, memory, number, speed
+from fleetune.monitor.figures import duration, memory, number, plural, speed
 from fleetune.monitor.follow import RowFollower
 from fleetune.monitor.throughput import Throughput
 from fleetune.monitor.wording import event_level, event_line, final_line, step_line, validation_line
@@ -58,7 +58,7 @@ class ProgressView:
     def poll(self) -> None:
         """Show what happened since the last call. Raises nothing that the run folder could cause."""
         self._find_total()
-        rows = [*self._events.new_rows(), *self._metrics.new_rows()]
+        rows = [*self._metrics.new_rows(), *self._events.new_rows()]
         for row in sorted(rows, key=lambda row: row.get("time") or 0.0):
             if "event" in row:
                 self._say(event_level(row), event_line(row))
@@ -193,7 +193,7 @@ def picture(
     if row.get("peak_memory_bytes"):
         figures.append(memory(row["peak_memory_bytes"]))
     if num_restarts:
-        figures.append(f"{num_restarts} restarts")
+        figures.append(plural(num_restarts, "restart"))
     outer = Table.grid()
     outer.add_row(table)
     outer.add_row(Text("   ".join(figures)))

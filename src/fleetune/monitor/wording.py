@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from fleetune.monitor.figures import count, duration, memory, number, printable, speed
+from fleetune.monitor.figures import count, duration, memory, number, plural, printable, speed
 
 Row = Mapping[str, Any]
 
@@ -38,6 +38,10 @@ def event_line(row: Row) -> str:
     if kind == "early_stop":
         best = row.get("best_step")
         return f"stopped early at step {step}: the held-out loss was best at step {best} ({number(row.get('best_loss'))})"
+    if kind == "restart":
+        done = f"after step {step}" if step else "from the beginning"
+        delay = f" in {duration(row['delay_s'])}" if row.get("delay_s") else ""
+        return f"warning: starting again{delay}, going on {done}"
     where = f" at step {step}" if step is not None else ""
     why = f": {_line(cause)}" if cause else ""
     rest = ", ".join(f"{key} {_line(value)}" for key, value in row.items() if key not in _ORIGIN and key != "cause")
@@ -75,7 +79,7 @@ def final_line(row: Row | None, *, total_steps: int | None, seconds: float, toke
     if row is None:
         return f"no step was made ({duration(seconds)})"
     of = f" of {total_steps}" if total_steps and row["step"] < total_steps else ""
-    restarts = f", {num_restarts} restarts" if num_restarts else ""
+    restarts = f", {plural(num_restarts, 'restart')}" if num_restarts else ""
     return (
         f"{row['step']}{of} steps, {count(tokens)} tokens in {duration(seconds)}, last loss {number(row.get('loss'))}{restarts}"
     )
