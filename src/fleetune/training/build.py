@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetune.spec.batches import Batches, derive, divide
 from fleetune.spec.errors import Preempted, UserError, raise_if_any
-from fleetune.spec.records import MicroBatch, StepBatch
+from fleetune.spec.records import StepBatch
 from fleetune.spec.run_folder import RunFolder, read_json, write_json
 from fleetune.spec.run_spec import RunSpec
 from fleetune.training.prepared import Prepared
@@ -178,22 +178,16 @@ def assemble(
 def make_engine(spec: RunSpec, prepared: Prepared, model: CausalModel, world: World) -> Engine:
     """The engine over this rank's model: `native`, in its replicate form."""
     from fleetune.models.objective import TokenLoss
-    from fleetune.parallel.native import NativeEngine
+    from fleetune.parallel.native import NativeEngine, StepSettings, forward_of
     from fleetune.training.optimizers import AdamWSettings, adamw
 
-    optimization, objective = spec.optimization, TokenLoss()
-
-    def forward(micro_batch: MicroBatch) -> tuple[Any, int]:
-        laid_out = model.lay_out(micro_batch)
-        return objective(model.hidden(laid_out), laid_out, model.head)
-
+    optimization = spec.optimization
     return NativeEngine(
-        forward,
-        list(model.trained()),
+        model,
+        forward_of(model, TokenLoss()),
         world=world,
         optimizer=adamw(AdamWSettings(optimization.beta1, optimization.beta2, optimization.epsilon, optimization.weight_decay)),
-        gradient_clip=optimization.gradient_clip,
-        precision=prepared.precision,
+        settings=StepSettings(gradient_clip=optimization.gradient_clip, precision=prepared.precision),
     )
 
 

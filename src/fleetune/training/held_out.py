@@ -50,11 +50,7 @@ class HeldOut:
             data_rank=self.world.data_rank,
             data_ranks=self.world.data_ranks,
         )
-        self.model.eval()
-        try:
-            return held_out_loss(self.engine.evaluate, batches, self.world, self.stop_requested)
-        finally:
-            self.model.train()
+        return held_out_loss(self.engine.evaluate, batches, self.world, self.stop_requested)
 
     def assess(self) -> Assessment:
         """Loss, perplexity, and exact match where it was asked for; keeps the replies."""
@@ -68,10 +64,7 @@ class HeldOut:
             tokenizer = self.tokenizer()
             generate = greedy(self.model, tokenizer, also_stop_at=end_tokens(questions, tokenizer))
             self.model.eval()
-            try:
-                self.replies = answer_all(questions, generate, tokenizer, self.world, max_new_tokens=self.max_new_tokens)
-            finally:
-                self.model.train()
+            self.replies = answer_all(questions, generate, tokenizer, self.world, max_new_tokens=self.max_new_tokens)
         return assessment(loss, trained_tokens, len(self.store.documents), self.replies)
 
     def replies_json(self) -> list[dict[str, Any]]:

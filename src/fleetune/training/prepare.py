@@ -63,6 +63,7 @@ def prepare(spec: RunSpec, folder: RunFolder, *, device: str) -> Prepared:
     prepared = Prepared(
         model_folder=str(source.folder),
         model_name=source.name,
+        hub_id=source.hub_id,
         model_fingerprint=source.fingerprint,
         adapter_folder=str(source.adapter) if source.adapter else None,
         store=str(data.store),

@@ -24,11 +24,15 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Prepared weights in an ordinary folder, on this node. precision: `fp32`, `bf16` or `fp16`, resolved."""
+    """Prepared weights in an ordinary folder, on this node. precision: `fp32`, `bf16` or `fp16`, resolved.
+
+    hub_id: where everybody finds the base model, if it came from the hub; None: only in `folder`.
+    """
 
     folder: Path
     adapter: Path | None
     name: str
+    hub_id: str | None
     fingerprint: str
     precision: str
 
@@ -48,7 +52,10 @@ def prepare_source(request: ModelRequest, *, device: str) -> ModelSource:
             f"model {request.model!r} is an adapter, and --method full trains all weights: give --method lora to go on with "
             "the adapter, or merge it first with fleetune export --to merged"
         )
-    return ModelSource(prepared.folder, prepared.adapter, located.name, prepared.fingerprint, precision)
+    hub_id = None
+    if located.revision is not None and prepared.adapter is None:
+        hub_id = located.preset.hub if located.preset else request.model
+    return ModelSource(prepared.folder, prepared.adapter, located.name, hub_id, prepared.fingerprint, precision)
 
 
 def probe(device: str) -> str:
