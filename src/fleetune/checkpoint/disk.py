@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
@@ -104,7 +105,11 @@ class _NewFile:
             data = data[written:]
 
     def sync(self) -> None:
-        os.fsync(self._descriptor)
+        full_sync = getattr(fcntl, "F_FULLFSYNC", None)
+        if full_sync is None:
+            os.fsync(self._descriptor)
+        else:  # macOS: fsync alone leaves the data in the drive's own cache
+            fcntl.fcntl(self._descriptor, full_sync)
         # Forget the cached pages, so that reading back reads the disk and not the memory the data came from.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
