@@ -87,7 +87,7 @@ def empty_module(folder: Path, *, dtype: torch.dtype, allow_remote_code: bool = 
     config = load_config(folder, allow_remote_code=allow_remote_code)
     try:
         with no_init_weights(), _parameters_on_meta():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=allow_remote_code)
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=allow_remote_code)
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
@@ -95,6 +95,11 @@ def empty_module(folder: Path, *, dtype: torch.dtype, allow_remote_code: bool = 
             f"{folder} is a {config.model_type} model, and transformers has no causal language model of that kind: "
             "give a decoder-only language model"
         ) from None
+    # Families compute their buffers once more in fp32 here, where the constructor worked in `dtype` (gptj's positions).
+    for part in module.modules():
+        if part._non_persistent_buffers_set and hasattr(module, "_init_weights"):
+            module._init_weights(part)
+    return module
 
 
 @contextmanager
