@@ -1,0 +1,94 @@
+"""Which number format a device computes fast enough in: found by timing it, remembered per processor and torch version."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import re
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fleetune.models.cache import recall, remember
+
+if TYPE_CHECKING:
+    import torch
+
+Precision = Literal["bf16", "fp16", "fp32"]
+
+#: bf16 keeps 8 bits of a number: it must be this much faster than fp32 to be taken.
+MARGIN = 1.3
+#: Rows, depth and columns of the trial product: about one linear layer of a small model on one sequence.
+_SHAPE = (128, 512, 512)
+_TRIALS = 7
+#: Without instructions for it bf16 is emulated, tens of times slower: from this ratio on one trial says enough.
+_HOPELESS = 4
+#: NVIDIA's tensor cores compute in bf16 from Ampere (8.0) on; older ones in fp16 only.
+_BF16_CAPABILITY = 8
+_log = logging.getLogger(__name__)
+
+
+def probe_precision(device: str) -> Precision:
+    """The number format for the forward and backward pass on `device` (`cpu`, `cuda`, `cuda:0`).
+
+    A CPU is timed once, about 0.1 s; afterwards the answer is remembered, and found without importing torch.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        major, _ = torch.cuda.get_device_capability(device)
+        return "bf16" if major >= _BF16_CAPABILITY else "fp16"
+    if device != "cpu":
+        return "fp32"
+    key = f"{processor()}, torch {metadata.version('torch')}, {_SHAPE}, {MARGIN}"
+    known = recall("precision", key)
+    if known is not None and known.get("precision") in ("bf16", "fp32"):
+        return "bf16" if known["precision"] == "bf16" else "fp32"
+    seconds = time_products()
+    precision: Precision = "bf16" if seconds["fp32"] > MARGIN * seconds["bf16"] else "fp32"
+    _log.info("%s: a product takes %.4f s in fp32, %.4f s in bf16: %s", key, seconds["fp32"], seconds["bf16"], precision)
+    remember("precision", key, {"precision": precision, "seconds": seconds})
+    return precision
+
+
+def time_products() -> dict[str, float]:
+    """Seconds of one matrix product on the CPU by number format: the fastest of several trials, taken in turns.
+
+    The fastest and not the mean: other processes can only make a trial slower.
+    """
+    import torch
+
+    rows, depth, columns = _SHAPE
+    formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    operands = {
+        name: (torch.ones(rows, depth, dtype=dtype), torch.ones(depth, columns, dtype=dtype)) for name, dtype in formats.items()
+    }
+    best = dict.fromkeys(formats, float("inf"))
+    for trial in range(_TRIALS + 1):
+        for name, (left, right) in operands.items():
+            seconds = _time(left, right)
+            if trial:  # the first one also loads kernels
+                best[name] = min(best[name], seconds)
+        if trial > 1 and best["bf16"] > _HOPELESS * best["fp32"]:
+            break
+    return best
+
+
+def processor() -> str:
+    """What tells this CPU from others that compute differently: its name and the instructions it offers."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return f"{platform.processor() or platform.machine()} {platform.platform()}"
+    found = {key.strip(): value.strip() for key, value in re.findall(r"^([^:\n]+):(.*)$", text.partition("\n\n")[0], re.M)}
+    name = found.get("model name") or found.get("CPU part") or platform.machine()
+    instructions = found.get("flags") or found.get("Features") or ""
+    return f"{name} {hashlib.sha256(instructions.encode()).hexdigest()[:12]}"
+
+
+def _time(left: torch.Tensor, right: torch.Tensor) -> float:
+    began = time.perf_counter()
+    left @ right
+    return time.perf_counter() - began
