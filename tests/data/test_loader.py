@@ -30,8 +30,7 @@ def plain(batches: list[StepBatch]) -> list[Any]:
             batch.samples,
             batch.next_sequence,
             [
-                (m.step, m.number, m.sequences, m.samples, *map(np.ndarray.tolist, (m.tokens, m.trained)))
-                + tuple(map(np.ndarray.tolist, (m.document_bounds, m.sequence_bounds)))
+                [value.tolist() if isinstance(value, np.ndarray) else value for value in vars(m).values()]
                 for m in batch.micro_batches
             ],
         )

@@ -20,6 +20,8 @@ Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
 _MARK = "fleetuneprobe"
+#: Answers that begin differently, to see where an answer begins.
+_SIGNS = ("§", "¶")
 _RESULT = "Tool result:\n"
 #: How things are said that a template has no words for.
 NOTES = {
@@ -29,6 +31,7 @@ NOTES = {
     "tool_calls": "tool calls are written as JSON in the assistant's text, one a line",
     "tool_results": "tool results are written as user turns that begin with 'Tool result:'",
     "reasoning": "reasoning is written in front of the answer, between <think> and </think>",
+    "prompt": "the template asks with more than it writes before an answer: answers are trained without what it asks with",
     "date": f"the template writes the date of today: it is {FIXED_DATE:%d %b %Y} in every row",
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -57,6 +60,7 @@ class Abilities:
     tool_results: bool
     reasoning: bool
     generation_prompt: bool
+    asks_as_it_writes: bool
 
 
 class ChatFormat:
@@ -108,16 +112,28 @@ class ChatFormat:
                 parts.append(Rendered(text, (answer,)))
         return parts
 
-    def _answer_start(self, before: Messages, answer: dict[str, Any], tools: Tools, text: str) -> int:
-        """Where the answer begins in `text`: after the generation prompt, or, where a template has none or writes another
-        one than before an answer, where the text begins to depend on what is answered."""
+    def prompt(self, messages: Messages, tools: Tools = None) -> str:
+        """The text that asks for an answer to `messages` (as `adapt` gives them). Raises Refused.
+
+        A template that takes no notice of `add_generation_prompt`, and yet writes a header before an answer, asks with it.
+        """
+        asked = self.render(messages, tools, ask=True)
         if self.abilities(with_tools=bool(tools)).generation_prompt:
-            asked = self.render(before, tools, ask=True)
-            if text.startswith(asked):
-                return len(asked)
-        other = "¶" if answer["content"].lstrip().startswith("§") else "§"
+            return asked
+        answered = [self.render([*messages, {"role": "assistant", "content": sign}], tools) for sign in _SIGNS]
+        header = answered[0][: _common_length(*answered)]
+        # Blanks alone are no header: the model has to say them, since nobody else will.
+        return header if header.startswith(asked) and header[len(asked) :].strip() else asked
+
+    def _answer_start(self, before: Messages, answer: dict[str, Any], tools: Tools, text: str) -> int:
+        """Where the answer begins in `text`: after what asks for it, or, where a template asks with more than it writes
+        before an answer, where the text begins to depend on what is answered."""
+        asked = self.prompt(before, tools)
+        if text.startswith(asked):
+            return len(asked)
+        sign = next(sign for sign in _SIGNS if not answer["content"].lstrip().startswith(sign))
         kept = {name: value for name, value in answer.items() if name != "tool_calls"}
-        return _common_length(text, self.render([*before, {**kept, "content": other}], tools))
+        return _common_length(text, self.render([*before, {**kept, "content": sign}], tools))
 
     def adapt(self, conversation: Conversation) -> tuple[Messages, Tools]:
         """Messages and tools as this template can say them."""
@@ -154,6 +170,7 @@ class ChatFormat:
             "tool_calls": calls and not abilities.tool_calls,
             "tool_results": "tool" in roles and not abilities.tool_results,
             "reasoning": reasons and not abilities.reasoning,
+            "prompt": not abilities.asks_as_it_writes,
             "date": "strftime_now" in self._template.source,
         }
         return {name for name, is_needed in needed.items() if is_needed}
@@ -179,6 +196,7 @@ class ChatFormat:
             tool_results=not self.is_plain and self._says([user, said, result], tools, f"{_MARK}result"),
             reasoning=self._says([user, reasoned], tools),
             generation_prompt=self._asks([user], tools),
+            asks_as_it_writes=self._continues([user], tools),
         )
 
     def _says(self, messages: Messages, tools: Tools, mark: str = _MARK) -> bool:
@@ -192,6 +210,13 @@ class ChatFormat:
             return self.render(messages, tools, ask=True) != self.render(messages, tools)
         except Refused:
             return False
+
+    def _continues(self, messages: Messages, tools: Tools) -> bool:
+        try:
+            asked = self.render(messages, tools, ask=True)
+            return self.render([*messages, {"role": "assistant", "content": "a"}], tools).startswith(asked)
+        except Refused:
+            return True
 
 
 def _spoken(message: dict[str, Any], abilities: Abilities) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetune.data.cache import building, cache_folder, find
 from fleetune.data.documents import StoreOptions, build_store, describe, over_long_rows
 from fleetune.data.keys import FileHashes, code_version, data_key, digest
-from fleetune.data.report import bad_rows, make_report
+from fleetune.data.report import DataReport, bad_rows, make_report
 from fleetune.data.request import DataRequest, PreparedData
 from fleetune.data.rows import listed
 from fleetune.data.rows_store import TokenizedRows
@@ -62,8 +63,21 @@ def prepare_data(
         num_sequences=store.num_sequences,
         fingerprint=store.fingerprint,
         report=make_report(store, options),
-        validation_report=make_report(validation, validation_options) if validation and validation_options else None,
+        validation_report=_validation_report(validation, validation_options, rows),
     )
+
+
+def _validation_report(
+    validation: TokenStore | None, options: StoreOptions | None, trained_on: TokenizedRows
+) -> DataReport | None:
+    if validation is None or options is None:
+        return None
+    report = make_report(validation, options)
+    if options.held_out:
+        return report
+    shared = {file["path"] for file in trained_on.manifest["files"]} & {file.path for file in report.files}
+    told = tuple(f"{path} is trained on too: its held-out loss says nothing about new rows" for path in sorted(shared))
+    return replace(report, warnings=told + report.warnings)
 
 
 def _options(request: DataRequest) -> StoreOptions:

@@ -28,7 +28,7 @@ class Prompter:
         hidden, literals = self._encoder.literals.hide(asked)
         try:
             adapted, adapted_tools = self._format.adapt(hidden)
-            rendered = restore(Rendered(self._format.render(adapted, adapted_tools, ask=True), ()), literals)
+            rendered = restore(Rendered(self._format.prompt(adapted, adapted_tools), ()), literals)
             encoded = self._encoder.encode([rendered])[0]
             if isinstance(encoded, Refused):
                 raise encoded
