@@ -41,6 +41,7 @@ class ProgressView:
         self._folder = folder
         self._stream = sys.stderr if stream is None else stream
         self._total_steps = total_steps
+        self._may_learn_total = total_steps is None
         self._level: int = logging.getLevelName(level.upper())
         self._metrics = RowFollower(folder.metrics, from_start=from_start)
         self._events = RowFollower(folder.events, from_start=from_start)
@@ -57,10 +58,11 @@ class ProgressView:
 
     def poll(self) -> None:
         """Show what happened since the last call. Raises nothing that the run folder could cause."""
-        self._find_total()
         rows = [*self._metrics.new_rows(), *self._events.new_rows()]
         for row in sorted(rows, key=lambda row: row.get("time") or 0.0):
             if "event" in row:
+                if self._may_learn_total and isinstance(row.get("num_steps"), int):
+                    self._total_steps = row["num_steps"]
                 self._say(event_level(row), event_line(row))
             elif "validation_loss" in row:
                 self._say(logging.INFO, validation_line(row))
@@ -121,13 +123,6 @@ class ProgressView:
         if self._last is None or self._total_steps is None:
             return None
         return self._throughput.time_left(max(0, self._total_steps - self._last["step"]))
-
-    def _find_total(self) -> None:
-        if self._total_steps is None:
-            try:
-                self._total_steps = int(read_json(self._folder.prepared)["num_steps"])
-            except (OSError, ValueError, KeyError, TypeError):
-                return  # preparation is not done yet
 
     def _say(self, level: int, line: str) -> None:
         if level < self._level:

@@ -218,6 +218,7 @@ def go_on(parts: Parts) -> None:
     open_records(parts)
     for refusal in run.checkpoints.refused:
         event(run, "checkpoint_refused", cause=str(refusal))
+    warn_of_space(parts)
     event(run, "start", from_step=progress.step, num_steps=progress.num_steps, **batch_sizes(parts), **sizes(parts))
     if parts.prepared.validation_store is not None:
         parts.open_validation()
@@ -257,6 +258,23 @@ def batch_sizes(parts: Parts) -> dict[str, Any]:
         "precision": parts.prepared.precision,
         "device": str(world.device),
     }
+
+
+def warn_of_space(parts: Parts) -> None:
+    """Say at the start, not at the first failed save, that the disk will not hold the checkpoints."""
+    from fleetune.checkpoint.space import space_warning
+    from fleetune.training.loop import event
+
+    figures = sizes(parts)
+    checkpoint_bytes = 4 * figures["trained_parameters"] + figures["optimizer_bytes"]
+    warning = space_warning(
+        parts.folder.checkpoints,
+        checkpoint_bytes=checkpoint_bytes,
+        keep=parts.spec.output.keep_checkpoints,
+        keeps_best=parts.spec.output.evaluate_every > 0,
+    )
+    if warning:
+        event(parts.run, "warning", cause=warning)
 
 
 def sizes(parts: Parts) -> dict[str, int]:

@@ -90,7 +90,8 @@ def train(run: Run, batches: Iterable[StepBatch]) -> None:
             stop = evaluate(run)
             started += time.monotonic() - paused
         enough = given_up(run)
-        if stop or is_last or enough or due(progress.step, run.cadence.checkpoint_every):
+        is_best = progress.best_step == progress.step
+        if stop or is_last or enough or is_best or due(progress.step, run.cadence.checkpoint_every):
             save(run)
         if stop:
             raise Preempted(f"asked to stop: saved after step {progress.step}; go on with --resume")
