@@ -1,1 +1,1 @@
-"""Will it fit, how fast, and what is best? Floor 2. Never imports torch."""
+"""Will it fit, and how is it divided? Floor 2: pure arithmetic on plain values, never torch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fleetune.spec.errors import UserError
@@ -43,6 +44,11 @@ def divide(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> Ba
     """The batches of a step for any world, also one that does not divide (a resumed run on another number of ranks)."""
     num_micro_batches = -(-global_batch_size // micro_batch_size)
     return Batches(global_batch_size, micro_batch_size, num_micro_batches, shares(num_micro_batches, data_ranks))
+
+
+def num_steps(num_sequences: int, epochs: float, global_batch_size: int) -> int:
+    """Optimizer steps that read each sequence `epochs` times; sequences run on across epochs, so only the last may be short."""
+    return -(-max(1, math.ceil(epochs * num_sequences - 1e-9)) // global_batch_size)
 
 
 def derive(

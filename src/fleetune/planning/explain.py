@@ -1,0 +1,57 @@
+"""A plan in words: one line a fact, `what` and `value`."""
+
+from __future__ import annotations
+
+from fleetune.planning.plan import Plan
+
+
+def explain(plan: Plan) -> list[tuple[str, str]]:
+    """(what, value) of everything that the plan knows, for a person."""
+    lines = [("model", f"{plan.model_type}, {plan.num_parameters:,} parameters"), ("trained", _trained(plan))]
+    lines.append(("step", _step(plan)))
+    if plan.memory is not None:
+        memory, up_to = plan.memory, "at most " if plan.precision == "auto" and plan.memory.frozen_bytes else ""
+        lines += [
+            ("parameters", f"{up_to}{_size(memory.parameter_bytes)} on each rank{_frozen(plan)}"),
+            ("gradients", f"{_size(memory.gradient_bytes)} on each rank"),
+            ("optimizer", f"{_size(memory.optimizer_bytes)} on each rank"),
+            ("in all", f"{up_to}{_size(memory.total_bytes)} on each rank; activations come on top"),
+        ]
+    lines.append(("steps", str(plan.num_steps) if plan.num_steps is not None else "known when the rows are tokenised"))
+    return lines + [("note", note) for note in plan.notes]
+
+
+def _trained(plan: Plan) -> str:
+    share = plan.trainable_share
+    if share is None:
+        return f"{plan.method}; how many parameters is known when the model is converted"
+    return f"{plan.method}, {plan.trainable_parameters:,} parameters ({100 * share:.2f} %)"
+
+
+def _step(plan: Plan) -> str:
+    batches = plan.batches
+    said = f"{batches.global_batch_size} sequences = {batches.num_micro_batches} micro-batches of {batches.micro_batch_size}"
+    if batches.global_batch_size % batches.micro_batch_size:
+        said += " (the last one smaller)"
+    each = " + ".join(map(str, batches.shares))
+    if len(set(batches.shares)) == 1:
+        each = str(batches.shares[0])
+    ranks = "1 process" if plan.data_ranks == 1 else f"each of {plan.data_ranks} processes"
+    if len(set(batches.shares)) > 1:
+        ranks = f"{plan.data_ranks} processes"
+    return f"{said}, {each} on {ranks} (gradient_accumulation_steps {batches.gradient_accumulation_steps})"
+
+
+def _frozen(plan: Plan) -> str:
+    assert plan.memory is not None
+    if not plan.memory.frozen_bytes:
+        return ""
+    return f", of which {_size(plan.memory.frozen_bytes)} frozen (mapped once for all processes of a node on CPUs)"
+
+
+def _size(num_bytes: int) -> str:
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{num_bytes} B" if units[0] == "B" else f"{value:.3g} {units[0]}"

@@ -1,0 +1,168 @@
+"""What a run will be, worked out before anything is written: the division of a step, exact bytes, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fleetune.planning.adapters import adapter_parameters, find_targets
+from fleetune.planning.memory import RankMemory, rank_memory
+from fleetune.spec.batches import Batches, derive, num_steps
+from fleetune.spec.errors import UserError, raise_if_any
+from fleetune.spec.model_shape import ModelShape
+from fleetune.spec.run_spec import RunSpec
+from fleetune.spec.stored_tensor import StoredTensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """layout: `replicate` (every rank holds the whole model). precision: `auto` where only the device will tell.
+
+    trainable_parameters: None where names of a GGUF's modules are not known before it is converted. num_steps: None until
+    the rows are counted. notes: what a person should know, in sentences.
+    """
+
+    layout: str
+    data_ranks: int
+    batches: Batches
+    method: str
+    model_type: str
+    precision: str
+    num_parameters: int
+    trainable_parameters: int | None
+    memory: RankMemory | None
+    num_sequences: int | None
+    num_steps: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def trainable_share(self) -> float | None:
+        """Trained parameters / all, those of the adapter included."""
+        if self.trainable_parameters is None:
+            return None
+        more = self.trainable_parameters if self.method == "lora" else 0
+        return self.trainable_parameters / (self.num_parameters + more)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, for plan.json."""
+        batches = {**asdict(self.batches), "shares": list(self.batches.shares)}
+        return {
+            "layout": self.layout,
+            "data_ranks": self.data_ranks,
+            **batches,
+            "gradient_accumulation_steps": self.batches.gradient_accumulation_steps,
+            "method": self.method,
+            "model_type": self.model_type,
+            "precision": self.precision,
+            "num_parameters": self.num_parameters,
+            "trainable_parameters": self.trainable_parameters,
+            "trainable_share": self.trainable_share,
+            "rank_memory": asdict(self.memory) if self.memory else None,
+            "num_sequences": self.num_sequences,
+            "num_steps": self.num_steps,
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    spec: RunSpec,
+    shape: ModelShape,
+    *,
+    data_ranks: int,
+    num_sequences: int | None = None,
+    adapter: Mapping[str, StoredTensor] | None = None,
+) -> Plan:
+    """The plan of a run of `data_ranks` processes. Raises one UserError with everything that cannot be.
+
+    num_sequences: sequences of an epoch, where the rows are counted already. adapter: the tensors of an adapter that
+    training goes on with; its shape is its own, whatever the spec says of rank and targets.
+    """
+    problems: list[str] = []
+    batches, trainable = None, None
+    try:
+        batches = _batches(spec, data_ranks)
+    except UserError as error:
+        problems += error.problems
+    try:
+        trainable = _trainable(spec, shape, adapter)
+    except UserError as error:
+        problems += error.problems
+    problems += _too_long(spec, shape)
+    raise_if_any(problems)
+    assert batches is not None
+    method, precision = spec.adaptation.method, spec.weights.precision
+    memory = None
+    if trainable is not None:
+        memory = rank_memory(shape.num_parameters, trainable, method=method, precision=precision)
+    return Plan(
+        layout="replicate",
+        data_ranks=data_ranks,
+        batches=batches,
+        method=method,
+        model_type=shape.model_type,
+        precision=precision,
+        num_parameters=shape.num_parameters,
+        trainable_parameters=trainable,
+        memory=memory,
+        num_sequences=num_sequences,
+        num_steps=_num_steps(spec, batches, num_sequences),
+        notes=tuple(_notes(spec, shape)),
+    )
+
+
+def _batches(spec: RunSpec, data_ranks: int) -> Batches:
+    given = spec.optimization
+    batches = derive(
+        global_batch_size=given.global_batch_size,
+        micro_batch_size=given.micro_batch_size,
+        gradient_accumulation_steps=given.gradient_accumulation_steps,
+        data_ranks=data_ranks,
+        sequence_length=spec.rows.sequence_length,
+    )
+    if batches.num_micro_batches < data_ranks:
+        idle = data_ranks - batches.num_micro_batches
+        raise UserError(
+            f"{data_ranks} processes share {batches.num_micro_batches} micro-batches of {batches.micro_batch_size} sequences "
+            f"in a step of {batches.global_batch_size}, so {idle} of them would never compute: give "
+            f"--gpus {batches.num_micro_batches}, a smaller --micro-batch-size or a larger --global-batch-size"
+        )
+    return batches
+
+
+def _trainable(spec: RunSpec, shape: ModelShape, adapter: Mapping[str, StoredTensor] | None) -> int | None:
+    adaptation = spec.adaptation
+    if adaptation.method == "full":
+        return shape.num_parameters
+    if adapter is not None:
+        return sum(tensor.num_values for tensor in adapter.values())
+    if adaptation.lora_targets and not shape.names_known:
+        return None
+    linears = find_targets(shape, adaptation.lora_targets)
+    return adapter_parameters(linears, adapter=adaptation.adapter, rank=adaptation.lora_rank)
+
+
+def _too_long(spec: RunSpec, shape: ModelShape) -> list[str]:
+    length, positions = spec.rows.sequence_length, shape.max_positions
+    if not shape.has_position_table or positions is None or length <= positions:
+        return []
+    return [
+        f"sequence_length {length} is longer than the {positions} positions that this {shape.model_type} model has learned: "
+        f"give --sequence-length {positions} or less"
+    ]
+
+
+def _num_steps(spec: RunSpec, batches: Batches, num_sequences: int | None) -> int | None:
+    optimization = spec.optimization
+    if optimization.max_steps is not None:
+        return optimization.max_steps
+    if num_sequences is None:
+        return None
+    return num_steps(num_sequences, optimization.epochs, batches.global_batch_size)
+
+
+def _notes(spec: RunSpec, shape: ModelShape) -> list[str]:
+    length, positions = spec.rows.sequence_length, shape.max_positions
+    if positions is not None and length > positions and not shape.has_position_table:
+        return [f"sequence_length {length} is longer than the {positions} tokens that the model was made for"]
+    return []
