@@ -14,7 +14,7 @@ import pytest
 from fleetune.monitor.monitor import Monitor
 from fleetune.monitor.progress import ProgressView
 from fleetune.monitor.throughput import Throughput
-from fleetune.spec.run_folder import RunFolder, append_line, write_json
+from fleetune.spec.run_folder import RunFolder, append_line
 
 
 @pytest.fixture
@@ -81,16 +81,13 @@ def test_the_last_line_says_what_was_done(folder: RunFolder) -> None:
     assert new_lines(stream)[-1].startswith("no step was made")
 
 
-def test_the_number_of_steps_is_read_when_preparation_has_found_it(folder: RunFolder) -> None:
+def test_the_number_of_steps_is_learnt_from_the_start(folder: RunFolder) -> None:
     stream = io.StringIO()
     view = ProgressView(folder, stream=stream)
     record(folder, 0, range(1, 2))
     view.poll()
     assert new_lines(stream)[0].startswith("step 1  loss")
-    folder.prepared.write_text("{ not yet")
-    view.poll()
-    folder.prepared.unlink()
-    write_json(folder.prepared, {"num_steps": 60})
+    append_line(folder.events, {"event": "start", "attempt": 0, "time": 1.0, "from_step": 0, "num_steps": 60})
     record(folder, 0, range(2, 3))
     view.poll()
     assert new_lines(stream)[0].startswith("step 2/60  loss")

@@ -13,7 +13,7 @@ from fleetune.monitor.figures import duration, memory, number, plural, speed
 from fleetune.monitor.follow import RowFollower
 from fleetune.monitor.throughput import Throughput
 from fleetune.monitor.wording import event_level, event_line, final_line, step_line, validation_line
-from fleetune.spec.run_folder import RunFolder, read_json
+from fleetune.spec.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 class ProgressView:
     """Shows a run on `stream`: live on a terminal, one plain line a step elsewhere, warnings alone from level `warning` on.
 
-    Call `poll` often (a few times a second) and `close` at the end. total_steps None: read from `prepared.json` as soon as it
+    Call `poll` often (a few times a second) and `close` at the end. total_steps None: learnt from the run's start as soon as it
     is there. from_start: also show what is in the folder already (a watcher); else only what comes.
     """
 
