@@ -108,6 +108,7 @@ def load_adapter(model: CausalModel, folder: Path, *, trainable: bool) -> Causal
             f"{type(model.module).__name__}: give its own base model, or merge it with PEFT and give the merged model"
         )
     settings = saved.settings.renamed(renamed)
+    settings = replace(settings, targets=tuple(name for name in modules if name in set(settings.targets)))
     tensors = {f"{renamed[target]}.{kind}": value for (target, kind), value in saved.tensors.items()}
     raise_if_any(_wrong_shapes(model, folder, settings, tensors))
     _insert(model, settings, seed=0)
