@@ -61,6 +61,7 @@ def read_gguf_config(file: GgufFile, scratch: Path) -> Any:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = embedding.shape[0]
+    values.update(_sizes(file, values))
     values.update(_rotary(file, values))
     made = type(config).from_dict(values)
     made.architectures = [_model_class(made).__name__]
@@ -167,6 +168,28 @@ _PLAIN: dict[str, _Turn] = {
 }
 
 
+def _sizes(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' translation of the shape leaves out. Raises UserError where a GGUF does not hold all of it."""
+    found: dict[str, Any] = {}
+    width = file.number("attention.key_length") or values.get("head_dim")
+    if width and "head_dim" in values:
+        found["head_dim"] = width
+    rotated = file.number("rope.dimension_count")
+    if rotated and rotated != (width or values["hidden_size"] // values["num_attention_heads"]):
+        raise UserError(f"{file.path} rotates {rotated} of {width} dims of a head: give the original model folder")
+    window = file.number("attention.sliding_window")
+    if window and "sliding_window" in values:
+        found["sliding_window"] = window
+    if file.architecture in _SCALED_BY_WIDTH and file.number("block_count") == _SCALED_BY_WIDTH[file.architecture]:
+        found["query_pre_attn_scalar"] = values["hidden_size"] // values["num_attention_heads"]
+    return found
+
+
+#: Of these two families one size scales attention by the width per head and not by the head's own; its number of blocks
+#: tells which (Gemma 2 and 3 technical reports: the 27B models). The file does not say it.
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+
+
 def _rotary(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:
     """What the config must say of the rotary embedding beyond its base. Raises UserError where it cannot say it.
 
@@ -179,8 +202,9 @@ def _rotary(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:
     if kind in (None, "none") and not longrope:
         return {}
     factor = file.number("rope.scaling.factor")
-    if kind == "linear" and factor and not longrope:
-        return {"rope_parameters": {**(values.get("rope_parameters") or {}), "rope_type": "linear", "factor": float(factor)}}
+    rope = values.get("rope_parameters") or {}
+    if kind == "linear" and factor and "rope_theta" in rope and not longrope:  # else it differs from layer to layer
+        return {"rope_parameters": {**rope, "rope_type": "linear", "factor": float(factor)}}
     raise UserError(
         f"{file.path} scales its rotary embedding ({kind or longrope[0]}), which cannot be read from a GGUF exactly: give the "
         "original model folder"
