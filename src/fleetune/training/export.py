@@ -98,16 +98,22 @@ def write(to: str, model: CausalModel, folder: RunFolder, prepared: Prepared, ta
         for file in result.iterdir():
             shutil.copyfile(file, target / file.name)
         return
-    from fleetune.models.adapters import adapter_parameters
     from fleetune.models.merge import merged_tensors
     from fleetune.models.stored import SINGLE_FILE, StoredWeights, write_weights
     from fleetune.training.build import torch_dtype
 
     base = Path(prepared.model_folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in StoredWeights.open(base).tensors()}
-    tensors = merged_tensors(base, dict(adapter_parameters(model.module)), model.adapter)
+    tensors = merged_tensors(base, trained_weights(model), model.adapter)
     write_weights(target / SINGLE_FILE, shapes, tensors, torch_dtype(prepared.precision))
     shutil.copyfile(base / "config.json", target / "config.json")
+
+
+def trained_weights(model: CausalModel) -> dict[str, torch.Tensor]:
+    """The adapter's weights by their names in the model."""
+    parameters = dict(model.module.named_parameters())
+    assert model.adapter is not None
+    return {name: parameters[name].detach() for name in model.adapter.weight_names()}
 
 
 def copy_companions(result: Path, base: Path, target: Path) -> None:

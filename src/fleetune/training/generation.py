@@ -24,10 +24,10 @@ class Sampling:
 
 def stop_tokens(model: CausalModel, tokenizer: Any) -> set[int]:
     """Tokens that end a reply: the tokenizer's end of text, and those of the model's generation settings."""
-    found: set[int] = set()
     settings = getattr(model.module, "generation_config", None)
+    found: list[Any] = []
     for value in (tokenizer.eos_token_id, getattr(settings, "eos_token_id", None)):
-        found.update(value if isinstance(value, list | tuple) else [value])
+        found += value if isinstance(value, list | tuple) else [value]
     return {int(token) for token in found if token is not None}
 
 
@@ -102,7 +102,7 @@ class Generator:
 
     def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens the model is asked with: by its chat template, or for a model without one as the training did."""
-        from fleetune.data.chat_format import Conversation
+        from fleetune.data.conversations import Conversation
         from fleetune.data.encode import Encoder
 
         chat_format = Encoder(self._tokenizer).chat_format(self._tokenizer)

@@ -1,0 +1,134 @@
+"""Where a run stands: from its last complete checkpoint, or from the beginning, with the plan of what is left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fleetune.spec.batches import Batches, divide
+from fleetune.spec.errors import UserError, raise_if_any
+from fleetune.spec.run_spec import RunSpec
+from fleetune.training.loop import Progress, event
+from fleetune.training.schedules import DEFAULT_LEARNING_RATE, Schedule
+
+if TYPE_CHECKING:
+    from fleetune.data.plan import SamplePlan
+    from fleetune.training.build import Parts
+
+
+def go_on(parts: Parts) -> None:
+    """Restore the last complete checkpoint, if there is one, and open what records the run. All ranks.
+
+    The ranks agree on rank 0's choice: a checkpoint that only some of them can read is an error, never two histories.
+    """
+    run = parts.run
+    checkpoint = run.checkpoints.latest()
+    steps = run.world.gather_json(checkpoint.step if checkpoint else None)
+    if len(set(steps)) > 1:
+        raise UserError(f"the ranks find different checkpoints in {parts.folder.checkpoints} (steps {steps}): share the folder")
+    if checkpoint is not None:
+        raise_if_any([f"{text}: start a new run with --run" for text in run.checkpoints.mismatches(checkpoint)])
+        run.progress = Progress(**checkpoint.state)
+        run.engine.load(checkpoint.read)
+        parts.batches = resumed_batches(parts.spec, run.progress, parts.run.world.data_ranks)
+    parts.plan = plan_of(parts)
+    progress = run.progress
+    progress.global_batch_size = parts.batches.global_batch_size
+    progress.micro_batch_size = parts.batches.micro_batch_size
+    progress.num_steps = parts.plan.num_steps
+    progress.schedule_steps = parts.spec.optimization.schedule_steps or progress.schedule_steps or progress.num_steps
+    run.schedule = schedule_of(parts.spec, progress.schedule_steps)
+    open_records(parts)
+    for refusal in run.checkpoints.refused:
+        event(run, "checkpoint_refused", cause=str(refusal))
+    warn_of_space(parts)
+    event(run, "start", from_step=progress.step, num_steps=progress.num_steps, **batch_sizes(parts), **sizes(parts))
+    if parts.prepared.validation_store is not None:
+        parts.open_validation()
+
+
+def resumed_batches(spec: RunSpec, progress: Progress, data_ranks: int) -> Batches:
+    """The global batch that the run began with, divided over the ranks there are now; unequally where it must be."""
+    size = spec.optimization.micro_batch_size or progress.micro_batch_size
+    return divide(progress.global_batch_size, min(size, progress.global_batch_size), data_ranks)
+
+
+def plan_of(parts: Parts) -> SamplePlan:
+    from fleetune.data.plan import plan_run
+
+    optimization, progress = parts.spec.optimization, parts.run.progress
+    return plan_run(
+        parts.store.num_sequences,
+        seed=optimization.seed,
+        global_batch_size=parts.batches.global_batch_size,
+        epochs=optimization.epochs,
+        max_steps=optimization.max_steps,
+        first_step=progress.step,
+        first_position=progress.next_sequence,
+    )
+
+
+def batch_sizes(parts: Parts) -> dict[str, Any]:
+    """The numbers of a step, resolved: what a person is told at the start."""
+    batches, world = parts.batches, parts.run.world
+    return {
+        "global_batch_size": batches.global_batch_size,
+        "micro_batch_size": batches.micro_batch_size,
+        "gradient_accumulation_steps": batches.gradient_accumulation_steps,
+        "shares": list(batches.shares),
+        "world_size": world.world_size,
+        "layout": {"replicate": world.data_ranks},
+        "precision": parts.prepared.precision,
+        "device": str(world.device),
+    }
+
+
+def warn_of_space(parts: Parts) -> None:
+    """Say at the start, not at the first failed save, that the disk will not hold the checkpoints."""
+    from fleetune.checkpoint.space import space_warning
+
+    figures = sizes(parts)
+    checkpoint_bytes = 4 * figures["trained_parameters"] + figures["optimizer_bytes"]
+    warning = space_warning(
+        parts.folder.checkpoints,
+        checkpoint_bytes=checkpoint_bytes,
+        keep=parts.spec.output.keep_checkpoints,
+        keeps_best=parts.spec.output.evaluate_every > 0,
+    )
+    if warning:
+        event(parts.run, "warning", cause=warning)
+
+
+def sizes(parts: Parts) -> dict[str, int]:
+    """Bytes of this rank's parameters and of its optimizer's state (two fp32 moments of each trained parameter)."""
+    trained = [parameter for _, parameter in parts.model.trained()]
+    return {
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in parts.model.module.parameters()),
+        "trained_parameters": sum(p.numel() for p in trained),
+        "optimizer_bytes": sum(2 * 4 * p.numel() for p in trained),
+    }
+
+
+def open_records(parts: Parts) -> None:
+    """Rank 0 writes the run down."""
+    from fleetune.monitor.monitor import Monitor
+    from fleetune.monitor.sinks import make_sinks
+
+    if parts.run.world.rank:
+        return
+    sinks = make_sinks(parts.folder, tensorboard=parts.spec.output.tensorboard, first_step=parts.run.progress.step + 1)
+    parts.run.monitor = Monitor(parts.folder, attempt=parts.attempt, sinks=sinks)
+
+
+def schedule_of(spec: RunSpec, num_steps: int) -> Schedule:
+    optimization = spec.optimization
+    return Schedule(
+        peak=learning_rate_of(spec),
+        num_steps=num_steps,
+        shape=optimization.schedule,
+        warmup=optimization.warmup,
+        final_share=optimization.final_learning_rate_share,
+    )
+
+
+def learning_rate_of(spec: RunSpec) -> float:
+    return spec.optimization.learning_rate or DEFAULT_LEARNING_RATE[spec.adaptation.method]
