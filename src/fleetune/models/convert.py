@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fleetune.models.config import CONFIG_FILE, code_files, read_json_object, without_dangerous_keys
-from fleetune.models.weight_files import FLOATING, INDEX_FILE, companion_files, read_header, weight_files
+from fleetune.models.weight_files import FLOATING, companion_files, read_header, weight_files
 from fleetune.models.weight_writer import PRECISIONS, Planned, write_weights
+from fleetune.spec.safetensors_header import INDEX_FILE, SINGLE_FILE
 
 _TORCH_NAMES = {
     "F64": "float64",
@@ -53,7 +54,7 @@ def convert_folder(source: Path, folder: Path, *, dtype: str, code: bool = False
 
 
 def _write_index(source: Path, folder: Path, total: int) -> None:
-    if len(weight_files(source)) == 1 and not (source / INDEX_FILE).is_file():
+    if (source / SINGLE_FILE).is_file():  # then an index beside it counts for nothing
         return
     index = read_json_object(source / INDEX_FILE)
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index["weight_map"]})

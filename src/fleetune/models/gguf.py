@@ -20,9 +20,9 @@ import numpy as np
 
 from fleetune.models.gguf_file import GgufFile, import_gguf
 from fleetune.models.gguf_tokenizer import write_tokenizer
-from fleetune.models.weight_files import SINGLE_FILE
 from fleetune.models.weight_writer import PRECISIONS, Planned, write_weights
 from fleetune.spec.errors import UserError
+from fleetune.spec.safetensors_header import SINGLE_FILE
 
 _Turn = Callable[[str, np.ndarray, Any], np.ndarray]
 #: Tensors that are no weights: tables of rotary factors, which belong into the config.

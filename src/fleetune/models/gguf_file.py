@@ -171,6 +171,9 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
         key = cursor.text()
         metadata[key] = cursor.value(cursor.take("I")[0])
         pairs[key] = cursor.bytes[start : cursor.at]
+    parts = metadata.get("split.count", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise UserError(f"{path} is one of {parts} parts: join them first (llama-gguf-split --merge), and give the whole")
     if not isinstance(metadata.get("general.architecture"), str):
         raise UserError(f"{path} does not say which architecture it is (general.architecture): give another file")
     tensors: dict[str, GgufTensor] = {}

@@ -23,13 +23,12 @@ from fleetune.models.presets import Preset, find_preset, similar_presets
 from fleetune.models.weight_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    INDEX_FILE,
-    SINGLE_FILE,
     companion_files,
     weight_files,
 )
 from fleetune.spec.errors import UserError
 from fleetune.spec.run_folder import RunFolder
+from fleetune.spec.safetensors_header import INDEX_FILE, SINGLE_FILE
 
 _GGUF_MAGIC = b"GGUF"
 #: An adapter may lie on a run whose model was a run, and so on; a circle of names ends here.

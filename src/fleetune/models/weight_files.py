@@ -15,12 +15,10 @@ from typing import Any, TypeGuard
 
 from fleetune.models.config import read_json_object
 from fleetune.spec.errors import UserError
+from fleetune.spec.safetensors_header import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-MAX_HEADER_BYTES = 100 << 20
 #: What belongs to a model besides its weights: all of it is data.
 COMPANIONS = (
     "config.json",
