@@ -63,7 +63,13 @@ def test_tokens_are_those_of_the_tokenizers_own_rendering(with_template: Callabl
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_trained_is_the_answer_and_its_end_and_nothing_else(with_template: Callable[..., Any], name: str) -> None:
-    ends = {"inst": "<|im_end|>", "no_system": "<end_of_turn>", "dated": "<|eot|>", "thinks_first": "<|im_end|>"}
+    ends = {
+        "closes": "<|eot|><|im_end|>",
+        "inst": "<|im_end|>",
+        "no_system": "<end_of_turn>",
+        "dated": "<|eot|>",
+        "thinks_first": "<|im_end|>",
+    }
     tokenizer = with_template(name)
     [(text, texts, encoded)] = prepared(tokenizer, Conversation((user("hello"), assistant("bye now"))))
     [said] = texts
@@ -170,6 +176,21 @@ def test_answers_in_the_history_of_a_template_that_opens_a_thought_are_trained_a
     assert texts == [["one<|im_end|>", "<b>two</b><|im_end|>"]]
     notes = Encoder(tokenizer).chat_format(tokenizer).notes(Conversation((user("a"), assistant("b"))))
     assert notes == {"prompt"}
+    thinking = Conversation((user("a"), assistant("<think>\nhm\n</think>\n\none")))
+    assert Encoder(tokenizer).chat_format(tokenizer).notes(thinking) == {"prompt", "no_reasoning"}
+
+
+def test_calls_are_given_as_text_and_without_content_where_a_template_wants_that(with_template: Callable[..., Any]) -> None:
+    tokenizer = with_template("thinks_first")
+    [(text, texts, _)] = prepared(tokenizer, Conversation((user("a"), assistant("", tool_calls=[CALL]))))
+    assert texts == ['call look {"at": "é"}<|im_end|>']
+    assert text.count("<|assistant|>") == 1
+
+
+def test_an_end_of_text_after_the_last_turn_only_splits_no_conversation(with_template: Callable[..., Any]) -> None:
+    tokenizer = with_template("closes")
+    [texts] = trained(tokenizer, user("a"), assistant("one"), user("b"), assistant("two"))
+    assert texts == ["one<|eot|>", "two<|eot|><|im_end|>"]
 
 
 def test_without_a_generation_prompt_the_header_is_not_trained(with_template: Callable[..., Any]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -130,6 +131,16 @@ def test_a_begin_of_text_token_stands_once(sentencepiece_like: Any) -> None:
     assert not chat.double_bos
 
 
+def test_a_base_model_that_begins_texts_with_a_token_begins_prompts_with_it(sentencepiece_like: Any) -> None:
+    tokenizer = copy.deepcopy(sentencepiece_like)
+    tokenizer.chat_template = None
+    encoder = Encoder(tokenizer)
+    encoded = encode_row(tokenizer, encoder, encoder.chat_format(tokenizer), "how are you", "hello world")
+    assert encoded.tokens[0] == 1
+    assert encoded.tokens.tolist().count(1) == 1
+    assert tokenizer.decode(encoded.tokens[encoded.trained]).strip() == "hello world</s>"
+
+
 def test_a_template_that_writes_two_begin_of_text_tokens_loses_one_and_tells(with_template: Callable[..., Any]) -> None:
     tokenizer = with_template("no_system")
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
@@ -155,10 +166,10 @@ def test_a_token_of_the_prompts_last_blank_and_the_answers_first_word_is_the_ans
     start = text.index("many")
     [encoded] = encoder.encode([Rendered(text, ((start, len(text)),))])
     assert isinstance(encoded, Encoded)
-    assert tiny_tokenizer.decode(encoded.tokens[encoded.trained]) == " many clips did"
+    assert tiny_tokenizer.decode(encoded.tokens[encoded.trained]) == " many clips did<|im_end|>"
     [encoded] = encoder.encode([Rendered(text, ((text.index("any"), len(text)),))])
     assert isinstance(encoded, Encoded)
-    assert tiny_tokenizer.decode(encoded.tokens[encoded.trained]).strip() in ("any clips did", "clips did")
+    assert tiny_tokenizer.decode(encoded.tokens[encoded.trained]).strip() in ("any clips did<|im_end|>", "clips did<|im_end|>")
 
 
 def test_a_tokenizer_keeps_its_own_truncation_and_padding(with_template: Callable[..., Any]) -> None:

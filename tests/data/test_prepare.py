@@ -237,13 +237,19 @@ def test_the_report_counts_what_the_rows_hold(tmp_path: Path, prepare: Prepare, 
     assert any("writes earlier turns differently in 1 rows" in warning for warning in plain["warnings"])
 
 
-def test_a_template_that_never_ends_a_turn_is_told(tmp_path: Path, prepare: Prepare, with_template: Callable[..., Any]) -> None:
+def test_a_template_that_never_ends_a_turn_gets_an_end_and_that_is_told(
+    tmp_path: Path, prepare: Prepare, with_template: Callable[..., Any]
+) -> None:
     endless = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
     report = prepare(write(tmp_path / "a.jsonl", rows(3)), tokenizer=with_template("chatml", chat_template=endless)).report
-    assert (report.turns, report.turns_ended) == (3, 0)
-    assert any("will not learn to stop" in warning for warning in report.warnings)
+    assert (report.turns, report.turns_ended) == (3, 3)
+    assert "end" in report.notes
+    again = [{"instruction": "a", "output": "b", "history": [["c", "d"]]}]
+    report = prepare(write(tmp_path / "b.jsonl", again), tokenizer=with_template("chatml", chat_template=endless)).report
+    assert (report.turns, report.turns_ended) == (2, 1)
+    assert any("only 1 of 2 answers end with a trained end-of-turn token" in warning for warning in report.warnings)
 
 
 def test_rows_that_the_template_refuses_are_bad_rows_with_its_reason(

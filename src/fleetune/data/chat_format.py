@@ -8,18 +8,13 @@ What a template cannot say (tools, system text, ...) is found by trying it, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from fleetune.data.abilities import REASONING, Abilities, Messages, Tools, common_length, find_abilities, in_style
 from fleetune.data.conversations import Conversation
 from fleetune.data.literals import Rendered
-from fleetune.data.sandbox import FIXED_DATE, Refused, Template
+from fleetune.data.sandbox import FIXED_DATE, Template
 
-Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None
-
-_MARK = "fleetuneprobe"
 #: Answers that begin differently, to see where an answer begins.
 _SIGNS = ("§", "¶")
 _RESULT = "Tool result:\n"
@@ -31,10 +26,11 @@ NOTES = {
     "tool_calls": "tool calls are written as JSON in the assistant's text, one a line",
     "tool_results": "tool results are written as user turns that begin with 'Tool result:'",
     "reasoning": "reasoning is written in front of the answer, between <think> and </think>",
+    "no_reasoning": "the template leaves reasoning out of answers, so it is not trained: give another --chat-template for that",
+    "end": "the template has no end of turn: an end-of-text token is put after the last answer",
     "prompt": "the template asks with more than it writes before an answer: answers are trained without what it asks with",
     "date": f"the template writes the date of today: it is {FIXED_DATE:%d %b %Y} in every row",
 }
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def plain_template(*, starts_with_bos: bool) -> str:
@@ -47,20 +43,6 @@ def plain_template(*, starts_with_bos: bool) -> str:
         start + "{% for message in messages %}{{ message['content'] }}"
         "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
     )
-
-
-@dataclass(frozen=True)
-class Abilities:
-    """What a template can say, found by rendering small conversations."""
-
-    system: bool
-    tools: bool
-    tool_calls: bool
-    needs_call_ids: bool
-    tool_results: bool
-    reasoning: bool
-    generation_prompt: bool
-    asks_as_it_writes: bool
 
 
 class ChatFormat:
@@ -76,7 +58,11 @@ class ChatFormat:
         self._template = Template(template, constants)
         self._tool_template = Template(tool_template, constants) if tool_template else self._template
         self.is_plain = is_plain
-        self._abilities = {with_tools: self._try(with_tools) for with_tools in (False, True)}
+        end_of_text = str(constants.get("eos_token") or "")
+        self._abilities = {
+            with_tools: find_abilities(self.render, with_tools=with_tools, end_of_text=end_of_text)
+            for with_tools in (False, True)
+        }
 
     def abilities(self, *, with_tools: bool = False) -> Abilities:
         """What the template can say in a conversation without or with tools (a template may differ, or be another one)."""
@@ -102,12 +88,14 @@ class ChatFormat:
             return [Rendered(text, tuple(bounds), is_marked=True)]
         parts: list[Rendered] = []
         for index, message in enumerate(messages):
-            if message["role"] != "assistant" or not (message["content"].strip() or message.get("tool_calls")):
+            if message["role"] != "assistant" or not ((message["content"] or "").strip() or message.get("tool_calls")):
                 continue
             text = self.render(messages[: index + 1], tools)
             answer = (self._answer_start(messages[:index], message, tools, text), len(text))
-            if parts and text.startswith(parts[-1].text):
-                parts[-1] = Rendered(text, (*parts[-1].answers, answer))
+            history = parts[-1].text.removesuffix(self.abilities(with_tools=bool(tools)).closing) if parts else None
+            if history is not None and text.startswith(history):
+                earlier = tuple((start, min(end, len(history))) for start, end in parts[-1].answers)
+                parts[-1] = Rendered(text, (*earlier, answer))
             else:
                 parts.append(Rendered(text, (answer,)))
         return parts
@@ -121,7 +109,7 @@ class ChatFormat:
         if self.abilities(with_tools=bool(tools)).generation_prompt:
             return asked
         answered = [self.render([*messages, {"role": "assistant", "content": sign}], tools) for sign in _SIGNS]
-        header = answered[0][: _common_length(*answered)]
+        header = answered[0][: common_length(*answered)]
         # Blanks alone are no header: the model has to say them, since nobody else will.
         return header if header.startswith(asked) and header[len(asked) :].strip() else asked
 
@@ -131,9 +119,9 @@ class ChatFormat:
         asked = self.prompt(before, tools)
         if text.startswith(asked):
             return len(asked)
-        sign = next(sign for sign in _SIGNS if not answer["content"].lstrip().startswith(sign))
+        sign = next(sign for sign in _SIGNS if not (answer["content"] or "").lstrip().startswith(sign))
         kept = {name: value for name, value in answer.items() if name != "tool_calls"}
-        return _common_length(text, self.render([*before, {**kept, "content": sign}], tools))
+        return common_length(text, self.render([*before, {**kept, "content": sign}], tools))
 
     def adapt(self, conversation: Conversation) -> tuple[Messages, Tools]:
         """Messages and tools as this template can say them."""
@@ -153,8 +141,8 @@ class ChatFormat:
             messages.append(message)
         if not abilities.system:
             messages = _without_system(messages)
-        if abilities.needs_call_ids:
-            messages = _with_call_ids(messages)
+        if abilities.tool_calls:
+            messages = in_style(messages, abilities.tool_calls)
         return messages, tools
 
     def notes(self, conversation: Conversation) -> set[str]:
@@ -163,78 +151,32 @@ class ChatFormat:
         roles = {message["role"] for message in conversation.messages}
         calls = any("tool_calls" in message for message in conversation.messages)
         reasons = any("reasoning_content" in message for message in conversation.messages)
+        thinks = any("</think>" in message["content"] for message in conversation.messages if message["role"] == "assistant")
         needed = {
             "template": self.is_plain,
             "system": "system" in roles and not abilities.system,
             "tools": bool(conversation.tools) and not self.abilities().tools,
             "tool_calls": calls and not abilities.tool_calls,
             "tool_results": "tool" in roles and not abilities.tool_results,
-            "reasoning": reasons and not abilities.reasoning,
+            "reasoning": reasons and not abilities.reasoning and abilities.inline_reasoning,
+            "no_reasoning": not abilities.inline_reasoning and (thinks or (reasons and not abilities.reasoning)),
             "prompt": not abilities.asks_as_it_writes,
             "date": "strftime_now" in self._template.source,
         }
         return {name for name, is_needed in needed.items() if is_needed}
-
-    def _try(self, with_tools: bool) -> Abilities:
-        user = {"role": "user", "content": "a"}
-        call = {"type": "function", "function": {"name": _MARK, "arguments": {"b": "c"}}}
-        described = {"name": "d", "description": "e", "parameters": {"type": "object", "properties": {}}}
-        tools: Tools = [{"type": "function", "function": described}] if with_tools else None
-        marked: Tools = [{"type": "function", "function": {**described, "name": _MARK}}]
-        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-        calling_by_id = {**calling, "tool_calls": [{**call, "id": "call00001"}]}
-        by_id = self._says([user, calling_by_id], tools)
-        without_id = self._says([user, calling], tools)
-        said = calling_by_id if by_id else {"role": "assistant", "content": "a"}
-        result = {"role": "tool", "name": "b", "tool_call_id": "call00001", "content": f"{_MARK}result"}
-        reasoned = {"role": "assistant", "content": "a", **dict.fromkeys(_REASONING, _MARK)}
-        return Abilities(
-            system=self._says([{"role": "system", "content": _MARK}, user], tools),
-            tools=self._says([user], marked),
-            tool_calls=by_id or without_id,
-            needs_call_ids=by_id and not without_id,
-            tool_results=not self.is_plain and self._says([user, said, result], tools, f"{_MARK}result"),
-            reasoning=self._says([user, reasoned], tools),
-            generation_prompt=self._asks([user], tools),
-            asks_as_it_writes=self._continues([user], tools),
-        )
-
-    def _says(self, messages: Messages, tools: Tools, mark: str = _MARK) -> bool:
-        try:
-            return mark in self.render(messages, tools)
-        except Refused:
-            return False
-
-    def _asks(self, messages: Messages, tools: Tools) -> bool:
-        try:
-            return self.render(messages, tools, ask=True) != self.render(messages, tools)
-        except Refused:
-            return False
-
-    def _continues(self, messages: Messages, tools: Tools) -> bool:
-        try:
-            asked = self.render(messages, tools, ask=True)
-            return self.render([*messages, {"role": "assistant", "content": "a"}], tools).startswith(asked)
-        except Refused:
-            return True
 
 
 def _spoken(message: dict[str, Any], abilities: Abilities) -> dict[str, Any]:
     """One message, its reasoning and its tool calls in words where the template has no place for them."""
     reasoning = message.pop("reasoning_content", None)
     if reasoning and abilities.reasoning:
-        message.update({name: reasoning for name in _REASONING})
+        message.update({name: reasoning for name in REASONING})
     elif reasoning:
         message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
     if message.get("tool_calls") and not abilities.tool_calls:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls")]
         message["content"] = "\n".join([message["content"], *calls] if message["content"] else calls)
     return message
-
-
-def _common_length(one: str, other: str) -> int:
-    """Characters that two texts have in common at their beginning."""
-    return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _described(tools: list[dict[str, Any]]) -> str:
@@ -267,20 +209,3 @@ def _without_system(messages: Messages) -> Messages:
                 waiting = ""
             merged.append(message)
     return [*merged, {"role": "user", "content": waiting.rstrip("\n")}] if waiting else merged
-
-
-def _with_call_ids(messages: Messages) -> Messages:
-    """Ids for calls without one, and the same for their results, in order (nine letters and digits: Mistral asks for that)."""
-    numbers = iter(range(1, 100000))
-    open_calls: list[str] = []
-    return [_with_ids(message, numbers, open_calls) for message in messages]
-
-
-def _with_ids(message: dict[str, Any], numbers: Iterator[int], open_calls: list[str]) -> dict[str, Any]:
-    if message.get("tool_calls"):
-        calls = [call if "id" in call else {**call, "id": f"call{next(numbers):05d}"} for call in message["tool_calls"]]
-        open_calls[:] = [call["id"] for call in calls]
-        return {**message, "tool_calls": calls}
-    if message["role"] == "tool" and "tool_call_id" not in message and open_calls:
-        return {**message, "tool_call_id": open_calls.pop(0)}
-    return message

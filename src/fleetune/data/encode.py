@@ -18,13 +18,15 @@ from fleetune.spec.errors import UserError
 @dataclass(frozen=True)
 class Encoded:
     """tokens: int32 [L]; trained: bool [L], its first never. turns: trained turns of the assistant; ended: those whose last
-    trained token is a control token (the end of the turn). double_bos: a second begin-of-text token was left out."""
+    trained token is a control token (the end of the turn). double_bos: a second begin-of-text token was left out. end_added:
+    the template has no end of turn, so an end-of-text token was put after the last answer."""
 
     tokens: np.ndarray
     trained: np.ndarray
     turns: int = 0
     ended: int = 0
     double_bos: bool = False
+    end_added: bool = False
 
 
 class Encoder:
@@ -43,7 +45,10 @@ class Encoder:
         self.eos = tokenizer.eos_token_id
         self.bos = tokenizer.bos_token_id
         self.control_ids = frozenset(special) | ({self.eos} if self.eos is not None else set())
-        self._control = np.array(sorted(self.control_ids), dtype=np.int64)
+        self._is_control = np.zeros(
+            max([self._backend.get_vocab_size(), *(number + 1 for number in self.control_ids)]), dtype=bool
+        )
+        self._is_control[list(self.control_ids)] = True
         self.literals = Literals(special.values())
         with_specials = self._backend.encode("a", add_special_tokens=True).ids
         plain = self._backend.encode("a", add_special_tokens=False).ids
@@ -102,7 +107,7 @@ class Encoder:
         Tokenizers cut the text at control tokens and treat each piece by itself; so only the pieces with a literal are
         encoded again, with control tokens switched off.
         """
-        borders = np.flatnonzero(np.isin(ids, self._control))
+        borders = np.flatnonzero(self._is_control[ids])
         all_ids, all_offsets = [], []
         first = 0
         for border in [*borders.tolist(), len(ids)]:
@@ -135,21 +140,26 @@ class Encoder:
     def _marked(self, part: Rendered, ids: np.ndarray, offsets: np.ndarray) -> Encoded:
         """Which tokens are trained: those that begin in an answer, to its last control token (the end of the turn)."""
         trained = np.zeros(len(ids), dtype=bool)
-        is_control = np.isin(ids, self._control)
-        ended = turns = 0
+        is_control = self._is_control[ids]
+        ended = turns = first = last = end = 0
         for start, end in part.answers:
             first, last = self._token_range(part, start, end, ids, offsets, is_control)
             if last > first:
                 trained[first:last] = True
                 turns += 1
                 ended += bool(is_control[last - 1])
+        end_added = turns > 0 and not is_control[last - 1] and self.eos is not None and not part.text[end:].strip()
+        if end_added:
+            # Without an end there is nothing to stop at: the one deviation from the template's own rendering, and told.
+            ids, trained = np.append(ids[:last], self.eos), np.append(trained[:last], True)
+            ended += 1
         if part.is_whole:
             trained[:] = True
         double_bos = bool(self.bos is not None and len(ids) > 1 and ids[0] == ids[1] == self.bos)
         if double_bos:
             ids, trained = ids[1:], trained[1:]
         trained[:1] = False
-        return Encoded(ids.astype(np.int32), trained, turns, ended, double_bos)
+        return Encoded(ids.astype(np.int32), trained, turns, ended, double_bos, end_added)
 
     def _token_range(
         self, part: Rendered, start: int, end: int, ids: np.ndarray, offsets: np.ndarray, is_control: np.ndarray

@@ -194,6 +194,7 @@ class RowTokenizer:
         counts.parts += len(kept)
         counts.turns += sum(part.turns for part in kept)
         counts.turns_ended += sum(part.ended for part in kept)
+        counts.notes |= {"end"} if any(part.end_added for part in kept) else set()
         counts.double_bos += any(part.double_bos for part in kept)
         counts.rows_with_literals += row.literals > 0
         counts.literals += row.literals
