@@ -64,7 +64,9 @@ def blocks_of(page: str) -> list[Block]:
 def chat_rows() -> str:
     rows = []
     for number in range(30):
-XX        rows.append(json.dumps({"messages": turns}) + "\n")
+        said = {"user": f"{PROMPTS[number % 3]} ({number})", "assistant": f"done {number}"}
+        turns = [{"role": role, "content": content} for role, content in said.items()]
+        rows.append(json.dumps({"messages": turns}) + "\n")
     return "".join(rows)
 
 
