@@ -27,9 +27,11 @@ class _Stopped(Exception):
     """Raised inside the watched call, between two of its instructions."""
 
 
-def bound_templates(tokenizer: Any, *, limit_s: float = MAX_RENDERING_S, growth_bytes: int = MAX_GROWTH_BYTES) -> None:
-    """Put the limit around `tokenizer.apply_chat_template`. Over it, the call raises UserError."""
+def bound_templates(tokenizer: Any, *, limit_s: float | None = None, growth_bytes: int | None = None) -> None:
+    """Put the limit around `tokenizer.apply_chat_template`. Over it (default: the limits above), the call raises UserError."""
     render = tokenizer.apply_chat_template
+    limit_s = MAX_RENDERING_S if limit_s is None else limit_s
+    growth_bytes = MAX_GROWTH_BYTES if growth_bytes is None else growth_bytes
 
     @functools.wraps(render)
     def apply_chat_template(*values: Any, **named: Any) -> Any:
