@@ -1,1 +1,1 @@
-"""How do I say it? Floor 5."""
+"""Words in, words out. Floor 5."""

@@ -81,7 +81,7 @@ def make_plan(
     problems: list[str] = []
     batches, trainable = None, None
     try:
-        batches = _batches(spec, data_ranks)
+        batches = divide_step(spec, data_ranks)
     except UserError as error:
         problems += error.problems
     try:
@@ -111,7 +111,8 @@ def make_plan(
     )
 
 
-def _batches(spec: RunSpec, data_ranks: int) -> Batches:
+def divide_step(spec: RunSpec, data_ranks: int) -> Batches:
+    """The division of a step over `data_ranks` processes. Raises UserError where it does not divide, or leaves some idle."""
     given = spec.optimization
     batches = derive(
         global_batch_size=given.global_batch_size,

@@ -194,7 +194,7 @@ class OutputSection(_Section):
         "Also let the model answer the held-out rows, before and after, and count the answers that are exactly right.",
         resume=True,
     )
-    max_new_tokens: int = _field(128, "Longest answer, in tokens, when --exact-match lets the model answer.", ge=1, resume=True)
+    max_new_tokens: int = _field(128, "Longest answer of the model, in tokens.", ge=1, resume=True)
     early_stop: int = _field(
         0, "Stop after this many evaluations without a better held-out loss; 0 never does.", ge=0, resume=True
     )

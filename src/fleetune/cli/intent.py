@@ -1,0 +1,150 @@
+"""What a person asks of a run, worked out before anything is written: spec, model, plan, and everything that is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetune.cli.look import look_at_data
+from fleetune.launch.devices import choose_processes
+from fleetune.models.locate import Located, locate
+from fleetune.models.presets import find_preset
+from fleetune.planning.plan import Plan, divide_step, make_plan
+from fleetune.spec.errors import UserError, raise_if_any
+from fleetune.spec.given import Source, environment_given, file_given, preset_given
+from fleetune.spec.model_shape import read_shape
+from fleetune.spec.read import Resolved, read_run, resolve
+from fleetune.spec.run_folder import RunFolder
+from fleetune.spec.run_spec import RunSpec
+from fleetune.spec.safetensors_header import read_header
+
+
+@dataclass(frozen=True)
+class Intent:
+    """A run that could be started. device: `cpu` or `cuda`. earlier: the run that is resumed, as it was written down."""
+
+    resolved: Resolved
+    located: Located
+    plan: Plan
+    device: str
+    num_processes: int
+    earlier: Resolved | None = None
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.resolved.spec
+
+
+def work_out(flags: Source, file: Path | None = None, *, required: Sequence[str] = ("model", "data")) -> Intent:
+    """From flags, environment and file to a run that could be started. Raises one UserError with all problems."""
+    resolved, earlier = _resolved(flags, file_given(file) if file else None, required)
+    spec = resolved.spec
+    problems: list[str] = []
+
+    def attempt(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except UserError as error:
+            problems.extend(error.problems)
+
+    device, num_processes = attempt(lambda: choose_processes(spec.layout.device, spec.layout.gpus)) or ("cpu", 1)
+    if spec.rows.data or spec.rows.validation:
+        attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
+    attempt(lambda: _check_template(spec.weights.chat_template))
+    located = attempt(lambda: _located(spec))
+    # Without a model the plan cannot be made, but the division of a step can be checked all the same.
+    plan = attempt(lambda: _planned(spec, located, num_processes) if located else divide_step(spec, num_processes))
+    raise_if_any(problems)
+    return Intent(_absolute(resolved, located), located, plan, device, num_processes, earlier)
+
+
+def _resolved(flags: Source, file: Source | None, required: Sequence[str]) -> tuple[Resolved, Resolved | None]:
+    """(the spec, the run that is resumed or None). The first look tells which run and which preset."""
+    sources = {"flags": flags, "environment": environment_given(os.environ), "file": file}
+    try:
+        first = resolve(**sources, required=()).spec
+    except UserError:
+        return resolve(**sources, required=required), None  # raises again, with what is missing as well
+    earlier = None
+    if first.output.resume:
+        if first.output.run is None:
+            raise UserError("resume is asked for, and no run is named: give --run with the folder of the run")
+        folder = RunFolder(Path(first.output.run))
+        earlier = read_run(folder) if folder.exists() else None
+    model = first.weights.model or (earlier.spec.weights.model if earlier else "")
+    preset = find_preset(model) if model else None
+    resolved = resolve(
+        **sources,
+        earlier=earlier.source() if earlier else None,
+        preset=preset_given(preset.name, preset.values) if preset else None,
+        required=required,
+    )
+    return resolved, earlier
+
+
+def _located(spec: RunSpec) -> Located:
+    weights = spec.weights
+    located = locate(
+        weights.model, revision=weights.revision, offline=weights.offline, allow_remote_code=weights.allow_remote_code
+    )
+    if located.adapter is not None and spec.adaptation.method == "full":
+        raise UserError(
+            f"model {weights.model!r} is an adapter, and --method full trains all weights: give --method lora to go on with "
+            "the adapter, or merge it first with fleetune export --to merged"
+        )
+    return located
+
+
+def _planned(spec: RunSpec, located: Located, num_processes: int) -> Plan:
+    adapter = read_header(located.adapter / "adapter_model.safetensors") if located.adapter else None
+    return make_plan(spec, read_shape(located.path), data_ranks=num_processes, adapter=adapter)
+
+
+def _check_template(template: str | None) -> None:
+    if template is None:
+        return
+    try:
+        Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"chat_template {template!r} cannot be read ({error}): give a Jinja file") from None
+
+
+def _absolute(resolved: Resolved, located: Located) -> Resolved:
+    """Paths that do not depend on the folder that the command was given in: a run is resumed and read from anywhere."""
+    spec = resolved.spec
+    weights, rows = spec.weights, spec.rows
+    values: dict[str, Any] = {
+        "data": [_absolute_path(name) for name in rows.data],
+        "validation": [_absolute_path(name) for name in rows.validation],
+    }
+    if located.preset is None and Path(weights.model).expanduser().exists():
+        values["model"] = os.path.abspath(Path(weights.model).expanduser())
+    if weights.chat_template is not None:
+        values["chat_template"] = os.path.abspath(weights.chat_template)
+    if spec.output.run is not None:
+        values["run"] = os.path.abspath(Path(spec.output.run).expanduser())
+    return resolved.with_values(values)
+
+
+def _absolute_path(name: str) -> str:
+    path = Path(name).expanduser()
+    return os.path.abspath(path) if path.exists() else name
+
+
+def with_plan(intent: Intent) -> Resolved:
+    """The spec as it goes into run.yaml: the division of a step as the plan resolved it, so that it stays on resume.
+
+    The accumulation is left open: on another number of processes it is another.
+    """
+    batches = intent.plan.batches
+    values = {
+        "global_batch_size": batches.global_batch_size,
+        "micro_batch_size": batches.micro_batch_size,
+        "gradient_accumulation_steps": None,
+    }
+    before = intent.spec.flat()
+    changed = {name: value for name, value in values.items() if before[name] != value}
+    return intent.resolved.with_values(changed, origin="plan")

@@ -1,0 +1,110 @@
+"""The same verbs in Python: `fleetune.train(...)` gives a `Run`, which evaluates, generates and exports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetune.spec.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, Preempted, UserError
+from fleetune.spec.given import arguments_given
+from fleetune.spec.run_folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    from fleetune.planning.plan import Plan
+    from fleetune.training.export import ExportReport
+    from fleetune.training.generation import Generator
+
+Text = str | os.PathLike[str]
+
+
+class Run:
+    """A finished run. folder: its run folder. Everything that needs the model loads it in this process."""
+
+    def __init__(self, folder: Text) -> None:
+        self.folder = Path(folder)
+        if not RunFolder(self.folder).exists():
+            raise UserError(f"{folder} is no run folder: give one that fleetune train made")
+        self._generator: Generator | None = None
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json: figures before and after, time, tokens, memory, and where the result is."""
+        try:
+            return read_json(RunFolder(self.folder).summary)
+        except FileNotFoundError:
+            raise UserError(f"the run {self.folder} has not ended: go on with fleetune.train(..., resume=True)") from None
+
+    def evaluate(self, data: Text | Sequence[Text], *, max_rows: int | None = None, **fields: Any) -> dict[str, Any]:
+        """As `fleetune evaluate --json`: loss, perplexity, exact_match, rows, trained_tokens. fields: as its flags."""
+        from dataclasses import asdict
+
+        from fleetune.cli.evaluate import evaluated
+        from fleetune.cli.reading import read_fields
+
+        spec = read_fields({**fields, "data": data}, str(self.folder), said="argument", required=("model", "data"))
+        return asdict(evaluated(spec, max_rows=max_rows))
+
+    def generate(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        *,
+        system: str | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
+        """One reply. prompt: the user's turn, or a whole conversation of {role, content}. The model stays loaded."""
+        from fleetune.training.generation import Sampling
+
+        if self._generator is None:
+            from fleetune.cli.generate import opened
+            from fleetune.cli.reading import read_fields
+
+            self._generator = opened(read_fields({}, str(self.folder), said="argument"))
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system is not None:
+            turns.insert(0, {"role": "system", "content": system})
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        return self._generator.reply(turns, sampling)
+
+    def export(self, to: str = "merged", out: Text | None = None) -> ExportReport:
+        """Write the result for other programs, checked: `adapter` or `merged`. Raises CheckFailed where it differs."""
+        from fleetune.training.export import export_run
+
+        return export_run(str(self.folder), to=to, out=None if out is None else Path(out))
+
+
+def train(*, file: Text | None = None, **fields: Any) -> Run:
+    """Train, or go on with a run (`resume=True`), in processes of its own; progress is shown on standard error.
+
+    fields: as the flags of `fleetune train`, with underscores (`model`, `data`, `learning_rate`, ...). file: a RUN.yaml.
+    Raises UserError (with `.problems`, all of them) for what is yours to mend, Preempted where the run was asked to stop
+    and has saved, RuntimeError for a crash.
+    """
+    from fleetune.cli.intent import work_out
+    from fleetune.cli.start import start
+    from fleetune.cli.words import say
+
+    finished = start(work_out(arguments_given(fields), Path(file) if file is not None else None), tell=say)
+    if finished.exit_code == EXIT_USER:
+        raise UserError(*(finished.problems() or ["the run found something to mend: see its logs"]))
+    if finished.exit_code == EXIT_PREEMPTED:
+        raise Preempted(f"the run {finished.folder.path} was asked to stop: go on with fleetune.train(..., resume=True)")
+    if finished.exit_code != EXIT_DONE:
+        last = finished.said[-1] if finished.said else "see its logs"
+        raise RuntimeError(f"the run {finished.folder.path} has crashed: {last}")
+    return Run(finished.folder.path)
+
+
+def plan(*, file: Text | None = None, **fields: Any) -> Plan:
+    """What a run would be, as `fleetune plan`; nothing is written. Raises UserError with everything that cannot be."""
+    from fleetune.cli.intent import work_out
+
+    intent = work_out(arguments_given(fields), Path(file) if file is not None else None, required=("model",))
+    return intent.plan

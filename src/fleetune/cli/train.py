@@ -1,0 +1,75 @@
+"""`fleetune train`: train, or go on with a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fleetune.cli.flags import Flags
+from fleetune.cli.intent import Intent, work_out
+from fleetune.cli.start import Finished, start
+from fleetune.cli.words import say, table
+from fleetune.monitor.summary import print_summary
+from fleetune.planning.explain import explain
+from fleetune.spec.declared import declared
+from fleetune.spec.errors import EXIT_DONE, UserError
+
+ABOUT = """Fine-tune a model on rows of data, or go on with a run (--resume).
+
+RUN.yaml holds settings by the names of the flags, without the dashes; the run.yaml of another run is one too. A flag wins
+over the environment (FLEETUNE_LEARNING_RATE=1e-4), which wins over the file, which wins over the model's preset."""
+
+
+def flags() -> Flags:
+    return Flags("train", ABOUT, usage="[RUN.yaml] --model MODEL --data DATA [FLAGS]", fields=declared())
+
+
+def run(words: Sequence[str]) -> int:
+    typed = flags().read(words)
+    if typed is None:
+        return EXIT_DONE
+    intent = work_out(typed.source(), file_of(typed.words))
+    is_quiet = intent.spec.output.log_level in ("warning", "error")
+    if not is_quiet:
+        tell_intent(intent)
+    finished = start(intent, tell=say)
+    if finished.exit_code == EXIT_DONE:
+        tell_result(finished, as_json=intent.spec.output.json_output)
+        if not is_quiet:
+            tell_next(finished)
+    return finished.exit_code
+
+
+def file_of(words: Sequence[str]) -> Path | None:
+    """The RUN.yaml among the positional words, if any."""
+    if len(words) > 1:
+        raise UserError(f"{' '.join(words)}: one RUN.yaml is read, and flags begin with --: see fleetune train --help")
+    return Path(words[0]) if words else None
+
+
+def tell_intent(intent: Intent) -> None:
+    """What will be done, before it is done."""
+    located = ("from", intent.located.source)
+    first, *rest = explain(intent.plan)
+    for line in table([first, located, *rest]):
+        say(line)
+
+
+def tell_result(finished: Finished, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(finished.summary(), ensure_ascii=False))
+    else:
+        print_summary(finished.summary(), stream=sys.stdout)
+
+
+def tell_next(finished: Finished) -> None:
+    """What a person may type now."""
+    folder = finished.folder.path
+    here = Path.cwd()
+    name = shlex.quote(str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder))
+    say("")
+    say(f'ask it:    fleetune generate {name} "..."')
+    say(f"export it: fleetune export {name} --to merged")
