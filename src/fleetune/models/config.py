@@ -39,7 +39,9 @@ _DANGEROUS = frozenset(
     }
 )
 #: Read although no config class declares them: the family's name, and old spellings that transformers itself translates.
-_OLD_SPELLINGS = frozenset({"model_type", "rope_scaling", "rope_parameters", "torch_dtype", "dtype", "architectures", "per_layer_config"})
+_OLD_SPELLINGS = frozenset(
+    {"model_type", "rope_scaling", "rope_parameters", "torch_dtype", "dtype", "architectures", "per_layer_config"}
+)
 #: JSON has no infinity: transformers writes {"__float__": "Infinity"}.
 _SPECIAL_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 
