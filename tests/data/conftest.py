@@ -91,3 +91,16 @@ def make_store(tmp_path: Path) -> Callable[..., Any]:
         return TokenStore.open(stores)
 
     return make
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Any]:
+    """prepare(*files, tokenizer=..., progress=..., **fields of the request) -> PreparedData, in a cache of its own."""
+    from fleetune.data.prepare import DataRequest, prepare_data
+
+    def run(*data: Path, tokenizer: Any = tiny_tokenizer, progress: Any = None, **options: Any) -> Any:
+        defaults = {"tokenizer_fingerprint": "tiny", "cache": tmp_path / "cache", "max_bad_share": 0.5}
+        request = DataRequest(data=tuple(str(path) for path in data), **{**defaults, **options})
+        return prepare_data(request, lambda: tokenizer, progress)
+
+    return run

@@ -3,55 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fleetune.data.keys import FileHashes, tokenizer_fingerprint
-from fleetune.data.prepare import DataRequest, PreparedData, prepare_data
+from data.material import Prepare, left_behind, rows, samples, write
+from fleetune.data.prepare import DataRequest, prepare_data
 from fleetune.data.preview import example
 from fleetune.data.store import TokenStore
 from fleetune.spec.errors import UserError
 from fleetune.spec.run_spec import RowsSection
-
-Prepare = Callable[..., PreparedData]
-
-
-def rows(number: int, start: int = 0) -> list[dict[str, str]]:
-    return [
-        {"question": f"what is {index} + {index}?", "answer": f"it is {2 * index}"} for index in range(start, start + number)
-    ]
-
-
-def write(path: Path, content: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in content))
-    return path
-
-
-@pytest.fixture
-def prepare(tmp_path: Path, tiny_tokenizer: Any) -> Prepare:
-    def run(*data: Path, tokenizer: Any = tiny_tokenizer, progress: Any = None, **options: Any) -> PreparedData:
-        defaults = {"tokenizer_fingerprint": "tiny", "cache": tmp_path / "cache", "max_bad_share": 0.5}
-        request = DataRequest(data=tuple(str(path) for path in data), **{**defaults, **options})
-        return prepare_data(request, lambda: tokenizer, progress)
-
-    return run
-
-
-def samples(store: Path | None) -> list[str]:
-    assert store is not None
-    opened = TokenStore.open(store)
-    return sorted(opened.sample_ids(range(opened.num_sequences)))
-
-
-def left_behind(tmp_path: Path) -> list[str]:
-    return [path.name for path in (tmp_path / "cache" / "data").iterdir() if path.name.endswith(".part")]
 
 
 def test_every_usable_row_is_prepared_once_and_every_other_is_set_aside(tmp_path: Path, prepare: Prepare) -> None:
@@ -281,76 +244,6 @@ def test_an_example_shows_the_row_and_its_trained_part(tmp_path: Path, prepare: 
         example(TokenStore.open(prepared.store), tiny_tokenizer, 3)
 
 
-def test_two_that_prepare_the_same_at_once_do_it_once(tmp_path: Path, prepare: Prepare) -> None:
-    file = write(tmp_path / "a.jsonl", rows(300))
-    found: list[PreparedData] = []
-    worked: list[str] = []
-    threads = [
-        threading.Thread(
-            target=lambda: found.append(prepare(file, progress=lambda _: worked.append(threading.current_thread().name)))
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({prepared.store for prepared in found}) == 1
-    assert len(found) == 4
-    assert len(set(worked)) == 1
-    assert left_behind(tmp_path) == []
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked process; returns its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
-
-
-def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path: Path, prepare: Prepare) -> None:
-    file = write(tmp_path / "a.jsonl", rows(2000))
-
-    def die(done: int) -> None:
-        if done:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    status = in_child(lambda: prepare(file, progress=die) and None)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    assert len(left_behind(tmp_path)) == 1
-    assert len(samples(prepare(file).store)) == 2000
-    assert left_behind(tmp_path) == []
-
-
-def test_a_full_disk_is_told_and_what_was_written_is_removed(tmp_path: Path, prepare: Prepare) -> None:
-    file = write(tmp_path / "a.jsonl", rows(2000))
-
-    def full() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        with pytest.raises(UserError, match=r"cannot be written to .*FLEETUNE_CACHE"):
-            prepare(file)
-
-    assert in_child(full) == 0
-    assert left_behind(tmp_path) == []
-
-
-def test_a_cache_that_cannot_be_made_is_told_with_the_fix(tmp_path: Path, prepare: Prepare) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="set FLEETUNE_CACHE"):
-        prepare(write(tmp_path / "a.jsonl", rows(1)), cache=tmp_path / "file")
-
-
-def test_the_prepared_data_of_a_person_is_private(tmp_path: Path, prepare: Prepare) -> None:
-    prepared = prepare(write(tmp_path / "a.jsonl", rows(1)))
-    assert (tmp_path / "cache" / "data").stat().st_mode & 0o077 == 0
-    assert prepared.store.stat().st_mode & 0o077 == 0
-
-
 def test_a_request_has_every_field_of_the_spec(tmp_path: Path) -> None:
     rows_section = RowsSection(data=("a",), columns={"text": "b"}, sequence_length=9, over_long="cut", packing=False)
     request = DataRequest.of_rows(rows_section, tokenizer_fingerprint="x", seed=7, offline=True)
@@ -361,37 +254,3 @@ def test_a_request_has_every_field_of_the_spec(tmp_path: Path) -> None:
 def test_no_data_is_an_error(prepare: Prepare) -> None:
     with pytest.raises(UserError, match="add --data FILE"):
         prepare()
-
-
-def test_hashes_are_remembered_until_the_file_changes(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", rows(3))
-    os.utime(file, ns=(10**18, 10**18))
-    hashes = FileHashes(tmp_path / "hashes.json")
-    first = hashes.of(file)
-    hashes.remember()
-    known = json.loads((tmp_path / "hashes.json").read_text())["files"]
-    assert known[str(file)][-1] == first
-    known[str(file)][-1] = "remembered"
-    (tmp_path / "hashes.json").write_text(json.dumps({"version": 1, "files": known}))
-    assert FileHashes(tmp_path / "hashes.json").of(file) == "remembered"
-    write(file, rows(4))
-    assert FileHashes(tmp_path / "hashes.json").of(file) not in ("remembered", first)
-
-
-def test_a_torn_memory_of_hashes_does_no_harm(tmp_path: Path) -> None:
-    (tmp_path / "hashes.json").write_text('{"version": 1, "fil')
-    assert FileHashes(tmp_path / "hashes.json").of(write(tmp_path / "a.jsonl", rows(1)))
-
-
-def test_a_tokenizers_fingerprint_is_of_its_files_and_its_template(tiny_llama: Path, tmp_path: Path) -> None:
-    import shutil
-
-    copied = tmp_path / "model"
-    shutil.copytree(tiny_llama, copied)
-    first = tokenizer_fingerprint(tiny_llama)
-    assert tokenizer_fingerprint(copied) == first
-    (copied / "model.safetensors").write_bytes(b"other weights")
-    assert tokenizer_fingerprint(copied) == first
-    assert tokenizer_fingerprint(copied, chat_template="{{ messages }}") != first
-    (copied / "chat_template.jinja").write_text("{{ messages }}")
-    assert tokenizer_fingerprint(copied) != first
