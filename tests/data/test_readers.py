@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fleetune.data import json_rows, table_rows, text_rows
 from fleetune.data.read import read_rows
@@ -326,3 +329,44 @@ def test_a_file_that_shrinks_to_nothing_is_an_error_not_a_crash(write: Write) ->
     path = write("a.parquet", b"")
     with pytest.raises(UserError, match="cannot be read as Parquet"):
         list(read_rows(DataFile("a", path, "parquet", (path,), 0)))
+
+
+texts = st.text(max_size=8)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts, lambda inner: st.lists(inner, max_size=3), max_leaves=4
+)
+objects = st.lists(st.dictionaries(texts, values, max_size=3), min_size=1, max_size=6)
+reuse = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+
+
+@reuse
+@given(rows=objects, indent=st.sampled_from([None, 0, 2]), as_ascii=st.booleans())
+def test_any_array_is_read_as_json_itself_reads_it(
+    tmp_path: Path, rows: list[dict[str, Any]], indent: int | None, as_ascii: bool
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows, indent=indent, ensure_ascii=as_ascii), encoding="utf-8", errors="surrogatepass")
+    found = list(read_rows(DataFile("a", path, "json", (path,), 0)))
+    assert good(found) == rows
+    assert bad(found) == []
+
+
+@reuse
+@given(name=st.sampled_from(["a.json", "a.jsonl", "a.csv", "a.txt"]), data=st.data())
+def test_whatever_is_damaged_there_is_an_error_or_rows_and_never_a_crash(
+    tmp_path: Path, name: str, data: st.DataObject
+) -> None:
+    whole = {"a.json": json.dumps(ROWS, indent=1), "a.jsonl": lines(ROWS), "a.csv": FORMS["plain.csv"], "a.txt": "a\n\nb\n"}
+    content = bytearray(whole[name].encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content)))
+        content[place : place + data.draw(st.integers(0, 3))] = data.draw(st.sampled_from(DAMAGE))
+    path = tmp_path / name
+    path.write_bytes(content)
+    with contextlib.suppress(UserError):
+        kind = {"json": "json", "jsonl": "json", "csv": "csv", "txt": "text"}[name[2:]]
+        for row in read_rows(DataFile(name, path, kind, (path,), 0)):
+            assert isinstance(row, Row | BadRow)
+
+
+DAMAGE = [b"", b'"', b"[", b"]", b"{", b"}", b",", b"\0", b"\xff", b"\n", b"\r", b"\\", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"x"]
