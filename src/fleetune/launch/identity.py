@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -42,10 +43,9 @@ def process_mark(pid: int) -> str | None:
     if sys.platform.startswith("linux"):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError:
             return None
-        return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+        return None if fields[0] in "ZX" else f"{_boot()}:{fields[19]}"
     import psutil
 
     try:
@@ -53,6 +53,11 @@ def process_mark(pid: int) -> str | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.0f}"
     except psutil.Error:
         return None
+
+
+@lru_cache(maxsize=1)
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def wait_until_dead(processes: Sequence[Identity], seconds: float) -> list[Identity]:

@@ -117,7 +117,7 @@ class _Supervision:
 
     def _prepare(self) -> int | None:
         """Run the preparation; None where it is done, else the exit code of the run."""
-        log = self._folder.logs / "prepare.log"
+        log = self._folder.logs / f"prepare-attempt-{self._attempt:03d}.log"
         tail = LogTail(log)
         call = Call(self._commands.prepare, (str(self._folder.path), *self._launch.prepare_arguments))
         self._preparation = process = Process(call, log, self._surroundings)

@@ -10,16 +10,18 @@ import argparse
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -27,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from fleetune.launch import lifeline
 from fleetune.launch.processes import open_log
-from fleetune.parallel.world import STORE_VARIABLE
+from fleetune.parallel.world import STORE_VARIABLE, connect
 from fleetune.spec.run_folder import RunFolder
 
 _MONITOR_S = 0.1
@@ -46,16 +48,16 @@ def main(arguments: list[str]) -> int:
     os.environ[STORE_VARIABLE] = options.store
     pipe = Connection(options.report_fd, readable=False)
     life = Connection(int(os.environ[lifeline.VARIABLE]), writable=False)
-    host, _, port = options.store.rpartition(":")
     spec = WorkerSpec(
         role="worker",
         local_world_size=options.num_processes,
         entrypoint=run_worker,
         args=(Task(options.worker, RunFolder(options.folder), options.attempt, pipe, life),),
-        rdzv_handler=FixedRendezvous(host, int(port), options.attempt),
+        rdzv_handler=FixedRendezvous(options.store, options.attempt),
         max_restarts=0,
         monitor_interval=_MONITOR_S,
     )
+    quiet()
     gc.collect()
     gc.freeze()  # the collector would otherwise write to, and so copy, every page the workers share
     agent = LocalElasticAgent(spec, logs_specs=NoLogs(), start_method=start_method())
@@ -65,6 +67,14 @@ def main(arguments: list[str]) -> int:
         return 1
     report(pipe, {"ended": exit_codes(agent, result)})
     return 1 if result.is_failed() else 0
+
+
+def quiet() -> None:
+    """Keep torch's agent from logging. Its first line would import torch._dynamo to be formatted, which takes seconds, just
+    when a worker has died; who died and how is reported here anyway."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 def start_method() -> str:
@@ -130,15 +140,16 @@ def exit_codes(agent: LocalElasticAgent, result: RunResult) -> dict[int, int]:
 class FixedRendezvous(RendezvousHandler):
     """Who takes part is decided by the supervisor, so there is nothing to negotiate: only the store to hand over."""
 
-    def __init__(self, host: str, port: int, attempt: int) -> None:
-        self._host, self._port, self._attempt = host, port, attempt
+    def __init__(self, endpoint: str, attempt: int) -> None:
+        self._endpoint, self._attempt = endpoint, attempt
 
     def get_backend(self) -> str:
         return "fixed"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = PrefixStore(f"attempt-{self._attempt}/agents", TCPStore(self._host, self._port, is_master=False))
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._host, self._port))
+        host, _, port = self._endpoint.rpartition(":")
+        store = PrefixStore(f"attempt-{self._attempt}/agents", connect(self._endpoint, timedelta(seconds=60)))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(host, int(port)))
 
     def is_closed(self) -> bool:
         return False

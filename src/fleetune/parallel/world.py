@@ -21,6 +21,7 @@ STORE_VARIABLE = "FLEETUNE_STORE"
 MAX_MESSAGE_BYTES = 256 << 20
 
 _LEAVE_S = 5.0
+_CONNECT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -186,11 +187,18 @@ def _join_group(place: Place, attempt: int, device: str, timeout: timedelta) -> 
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
+def connect(endpoint: str, timeout: timedelta) -> dist.TCPStore:
+    """A client of the store at `host:port`. timeout: of what is asked later; a store that is gone is noticed in a minute."""
+    host, _, port = endpoint.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    store.set_timeout(timeout)
+    return store
+
+
 def _connect(timeout: timedelta) -> dist.Store:
     endpoint = os.environ.get(STORE_VARIABLE)
     if endpoint is not None:
-        host, _, port = endpoint.rpartition(":")
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        return connect(endpoint, timeout)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     return dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -1,0 +1,190 @@
+"""What the ranks of a test do: functions of (world, arguments) that give JSON."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import torch
+
+from fleetune.parallel.native import forward_of
+from fleetune.parallel.world import World
+from fleetune.spec.errors import UserError
+from parallel import toy
+
+
+def talk(world: World) -> dict[str, Any]:
+    before = world.bytes_sent
+    answer = {
+        "rank": world.rank,
+        "share": [world.data_rank, world.data_ranks],
+        "sum": world.sum([1, world.rank, 2**53 / world.world_size]),
+        "max": world.max([world.rank, -world.rank]),
+        "any": [world.any(world.rank == world.world_size - 1), world.any(False)],
+        "broadcast": world.broadcast_json({"von": "0", "ä": [1, None]} if world.rank == 0 else "not looked at"),
+        "gather": world.gather_json({"rank": world.rank, "long": "ü" * (1 + 1000 * world.rank)}),
+    }
+    world.barrier()
+    answer["bytes"] = world.bytes_sent - before
+    return answer
+
+
+def listening_addresses(world: World) -> list[str]:
+    world.barrier()
+    return sorted({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN})
+
+
+def barrier_waits(world: World, folder: str) -> bool:
+    """Whether the last rank's mark is there after the barrier, though it came late."""
+    if world.rank == world.world_size - 1:
+        time.sleep(0.5)
+        open(os.path.join(folder, "late"), "w").close()
+    world.barrier()
+    return os.path.exists(os.path.join(folder, "late"))
+
+
+def peer_dies(world: World) -> dict[str, Any]:
+    """Rank 1 is killed while rank 0 waits for it; rank 0 must hear of it and be able to leave."""
+    world.barrier()
+    if world.rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        world.sum([1.0])
+        heard = None
+    except RuntimeError as error:
+        heard = str(error)
+    noticed_s = time.monotonic() - began
+    world.leave()
+    return {"heard": heard, "noticed_s": noticed_s, "left_s": time.monotonic() - began - noticed_s}
+
+
+def losses(world: World, num_steps: int, clip: float = 1.0) -> dict[str, Any]:
+    engine = toy.build(world, clip=clip)
+    rows = toy.train(engine, lambda step: toy.share(step, world), range(num_steps))
+    return {
+        "rows": rows,
+        "fingerprint": engine.fingerprint(),
+        "parameters": [tensor.flatten().tolist() for _, tensor in engine.full_tensors()],
+    }
+
+
+def all_on_rank_0(world: World, num_steps: int) -> list[list[float]]:
+    """Every other rank has an empty share."""
+    engine = toy.build(world)
+    return toy.train(engine, lambda step: toy.global_batch(step) if world.rank == 0 else [], range(num_steps))
+
+
+def evaluation(world: World) -> dict[str, Any]:
+    engine = toy.build(world)
+    before = engine.fingerprint()
+    unequal = toy.global_batch(0) if world.rank == 0 else toy.global_batch(1)[: world.rank]
+    alone = toy.global_batch(0) + [batch for rank in range(1, world.world_size) for batch in toy.global_batch(1)[:rank]]
+    together = engine.evaluate(unequal)
+    nothing = engine.evaluate([])
+    single = toy.build(World(type(world.place)(), world.device)).evaluate(alone)
+    return {"together": together, "single": single, "nothing": nothing, "same": engine.fingerprint() == before}
+
+
+def traffic(world: World, num_micro_batches: int) -> int:
+    """Bytes given to collectives in a step with so many micro-batches on each rank."""
+    engine = toy.build(world)
+    batches = [toy.micro_batch(0, number, num_tokens=20, num_trained=5) for number in range(num_micro_batches)]
+    return engine.step(batches, 0.01).bytes_sent
+
+
+def nothing_trained(world: World) -> str:
+    engine = toy.build(world)
+    batch = toy.micro_batch(7, world.rank, num_tokens=5, num_trained=0)
+    try:
+        engine.step([batch], 0.01)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def one_rank_is_not_finite(world: World) -> dict[str, Any]:
+    """The last rank's loss overflows in the second step; the third is as if the second had not been."""
+    model = toy.Toy()
+    broken = False
+
+    def forward(batch: Any) -> tuple[torch.Tensor, int]:
+        loss, weight = model.forward(batch)
+        return (loss * float("inf") if broken else loss), weight
+
+    engine = toy.NativeEngine(model, forward, world=world, optimizer=toy.adamw, settings=toy.StepSettings(gradient_clip=1.0))
+    first = engine.step(toy.share(0, world), 0.01)
+    before = engine.fingerprint()
+    broken = world.rank == world.world_size - 1
+    second = engine.step(toy.share(1, world), 0.01)
+    broken = False
+    unchanged = engine.fingerprint() == before
+    third = engine.step(toy.share(2, world), 0.01)
+
+    reference = toy.build(world)
+    reference.step(toy.share(0, world), 0.01)
+    expected = reference.step(toy.share(2, world), 0.01)
+    return {
+        "applied": [first.applied, second.applied, third.applied],
+        "loss": str(second.loss),
+        "unchanged": unchanged,
+        "as_if_it_had_not_been": third == expected and engine.fingerprint() == reference.fingerprint(),
+    }
+
+
+def save_poison_load(world: World, precision: str = "fp32") -> dict[str, Any]:
+    """Train, keep the shards of all ranks, spoil everything, load, go on; against an engine that was never disturbed."""
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
+    engine = toy.build(world, model=toy.Toy(dtype=dtype), precision=precision)
+    straight = toy.train(engine, lambda step: toy.share(step, world), range(3))
+    saved = {(s.name, s.role): s.tensor.clone() for s in engine.shards()}
+    mine = sorted(f"{name}/{role}" for name, role in saved)
+    straight += toy.train(engine, lambda step: toy.share(step, world), range(3, 6))
+
+    # The other ranks' shards travel as exact numbers: a checkpoint would carry them through files.
+    plain = {
+        f"{name}/{role}": [str(t.dtype), list(t.shape), t.double().flatten().tolist()] for (name, role), t in saved.items()
+    }
+    stored = {key: value for part in world.gather_json(plain) for key, value in part.items()}
+
+    def read(name: str, role: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        dtype, whole, numbers = stored[f"{name}/{role}"]
+        assert tuple(whole) == shape and not any(offset)
+        return torch.tensor(numbers, dtype=torch.float64).reshape(shape).to(getattr(torch, dtype.removeprefix("torch.")))
+
+    fresh = toy.build(world, model=toy.Toy(seed=99, dtype=dtype), precision=precision)
+    poison(fresh)
+    fresh.load(read)
+    resumed = toy.train(fresh, lambda step: toy.share(step, world), range(3, 6))
+    return {
+        "shards": mine,
+        "all": sorted(stored),
+        "straight": straight[3:],
+        "resumed": resumed,
+        "equal": engine.fingerprint() == fresh.fingerprint(),
+    }
+
+
+def poison(engine: toy.NativeEngine) -> None:
+    """Whatever load leaves out is seen at once: it stays NaN."""
+    with torch.no_grad():
+        for _, _, tensor in engine._tensors():
+            tensor.fill_(float("nan"))
+
+
+def real_losses(world: World, folder: str) -> dict[str, Any]:
+    """A llama with a fresh adapter and with dropout, over packed documents, five steps."""
+    from fleetune.models.adapters import add_adapter
+    from fleetune.models.build import load_model
+    from fleetune.models.objective import TokenLoss
+
+    model = load_model(folder, dtype="fp32", device="cpu", trainable=False, seed=3)
+    add_adapter(model, adapter="lora", rank=4, alpha=8.0, dropout=0.1, targets=(), seed=3)
+    settings = toy.StepSettings(gradient_clip=1.0)
+    engine = toy.NativeEngine(model, forward_of(model, TokenLoss()), world=world, optimizer=toy.adamw, settings=settings)
+    rows = toy.train(engine, lambda step: toy.share(step, world), range(5))
+    return {"rows": rows, "fingerprint": engine.fingerprint()}
