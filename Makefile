@@ -1,5 +1,6 @@
 # make quickstart   set up, fine-tune a small model on an example task, show what it learned
 # make test         ruff, mypy and the tests;  make test-long  the long ones too
+# make docs         write docs/reference.md anew from the program
 #
 # The environment lives in .venv and is made again only when pyproject.toml or constraints.txt change.
 # PYTHON=python3.12 picks another Python (3.10 or later). RUN=runs/other keeps a second quickstart beside the first.
@@ -40,6 +41,9 @@ lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(SETUP)
+	$(BIN)/python -m fleetune.cli.reference > docs/reference.md
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

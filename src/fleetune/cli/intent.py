@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetune.cli.look import look_at_data
+from fleetune.cli.place import check_new, default_path
 from fleetune.launch.devices import choose_processes
 from fleetune.models.locate import Located, locate
 from fleetune.models.presets import find_preset
@@ -17,6 +18,7 @@ from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.given import Source, environment_given, file_given, preset_given
 from fleetune.spec.model_shape import read_shape
 from fleetune.spec.read import Resolved, read_run, resolve
+from fleetune.spec.resume import check_resume
 from fleetune.spec.run_folder import RunFolder
 from fleetune.spec.run_spec import RunSpec
 from fleetune.spec.safetensors_header import read_header
@@ -24,22 +26,27 @@ from fleetune.spec.safetensors_header import read_header
 
 @dataclass(frozen=True)
 class Intent:
-    """A run that could be started. device: `cpu` or `cuda`. earlier: the run that is resumed, as it was written down."""
+    """A run that could be started. folder: where it will live. device: `cpu` or `cuda`. notes: what a person should know."""
 
     resolved: Resolved
     located: Located
     plan: Plan
+    folder: RunFolder
     device: str
     num_processes: int
-    earlier: Resolved | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def spec(self) -> RunSpec:
         return self.resolved.spec
 
 
-def work_out(flags: Source, file: Path | None = None, *, required: Sequence[str] = ("model", "data")) -> Intent:
-    """From flags, environment and file to a run that could be started. Raises one UserError with all problems."""
+def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) -> Intent:
+    """From flags, environment and file to a run that could be started. Raises one UserError with all problems.
+
+    is_start: it is to be started now, so there must be data, and its folder must be free or the one to go on in.
+    """
+    required = ("model", "data") if is_start else ("model",)
     resolved, earlier = _resolved(flags, file_given(file) if file else None, required)
     spec = resolved.spec
     problems: list[str] = []
@@ -57,8 +64,21 @@ def work_out(flags: Source, file: Path | None = None, *, required: Sequence[str]
     located = attempt(lambda: _located(spec))
     # Without a model the plan cannot be made, but the division of a step can be checked all the same.
     plan = attempt(lambda: _planned(spec, located, num_processes) if located else divide_step(spec, num_processes))
+    resolved = _absolute(resolved, located)
+    notes: tuple[str, ...] = ()
+    if is_start and earlier is None and spec.output.run is not None:
+        attempt(lambda: check_new(_folder(resolved, located)))
+    elif is_start and earlier is not None and isinstance(plan, Plan):
+        notes = attempt(lambda: check_resume(earlier, with_plan(resolved, plan))) or ()
     raise_if_any(problems)
-    return Intent(_absolute(resolved, located), located, plan, device, num_processes, earlier)
+    return Intent(resolved, located, plan, _folder(resolved, located), device, num_processes, notes)
+
+
+def _folder(resolved: Resolved, located: Located) -> RunFolder:
+    """Where the run will live, as it was named, or else by model, data and time."""
+    spec = resolved.spec
+    run = spec.output.run or default_path(located.name, spec.rows.data[0] if spec.rows.data else "")
+    return RunFolder(Path(run).absolute())
 
 
 def _resolved(flags: Source, file: Source | None, required: Sequence[str]) -> tuple[Resolved, Resolved | None]:
@@ -112,7 +132,7 @@ def _check_template(template: str | None) -> None:
         raise UserError(f"chat_template {template!r} cannot be read ({error}): give a Jinja file") from None
 
 
-def _absolute(resolved: Resolved, located: Located) -> Resolved:
+def _absolute(resolved: Resolved, located: Located | None) -> Resolved:
     """Paths that do not depend on the folder that the command was given in: a run is resumed and read from anywhere."""
     spec = resolved.spec
     weights, rows = spec.weights, spec.rows
@@ -120,8 +140,8 @@ def _absolute(resolved: Resolved, located: Located) -> Resolved:
         "data": [_absolute_path(name) for name in rows.data],
         "validation": [_absolute_path(name) for name in rows.validation],
     }
-    if located.preset is None and Path(weights.model).expanduser().exists():
-        values["model"] = os.path.abspath(Path(weights.model).expanduser())
+    if located is not None and located.preset is None:
+        values["model"] = _absolute_path(weights.model)
     if weights.chat_template is not None:
         values["chat_template"] = os.path.abspath(weights.chat_template)
     if spec.output.run is not None:
@@ -130,21 +150,23 @@ def _absolute(resolved: Resolved, located: Located) -> Resolved:
 
 
 def _absolute_path(name: str) -> str:
+    """The absolute path where `name` is a file or folder; a hub id as it is."""
     path = Path(name).expanduser()
-    return os.path.abspath(path) if path.exists() else name
+    try:
+        return os.path.abspath(path) if path.exists() else name
+    except OSError:
+        return name
 
 
-def with_plan(intent: Intent) -> Resolved:
+def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
     """The spec as it goes into run.yaml: the division of a step as the plan resolved it, so that it stays on resume.
 
     The accumulation is left open: on another number of processes it is another.
     """
-    batches = intent.plan.batches
     values = {
-        "global_batch_size": batches.global_batch_size,
-        "micro_batch_size": batches.micro_batch_size,
+        "global_batch_size": plan.batches.global_batch_size,
+        "micro_batch_size": plan.batches.micro_batch_size,
         "gradient_accumulation_steps": None,
     }
-    before = intent.spec.flat()
-    changed = {name: value for name, value in values.items() if before[name] != value}
-    return intent.resolved.with_values(changed, origin="plan")
+    before = resolved.spec.flat()
+    return resolved.with_values({name: value for name, value in values.items() if before[name] != value}, origin="plan")

@@ -26,7 +26,7 @@ def run(words: Sequence[str]) -> int:
     typed = flags().read(words)
     if typed is None:
         return EXIT_DONE
-    intent = work_out(typed.source(), file_of(typed.words), required=("model",))
+    intent = work_out(typed.source(), file_of(typed.words), is_start=False)
     if intent.spec.output.json_output:
         print(json.dumps({**intent.plan.to_json(), "model": intent.located.source, "settings": settings(intent)}))
     else:

@@ -106,5 +106,4 @@ def plan(*, file: Text | None = None, **fields: Any) -> Plan:
     """What a run would be, as `fleetune plan`; nothing is written. Raises UserError with everything that cannot be."""
     from fleetune.cli.intent import work_out
 
-    intent = work_out(arguments_given(fields), Path(file) if file is not None else None, required=("model",))
-    return intent.plan
+    return work_out(arguments_given(fields), Path(file) if file is not None else None, is_start=False).plan

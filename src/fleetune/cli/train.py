@@ -54,7 +54,8 @@ def tell_intent(intent: Intent) -> None:
     """What will be done, before it is done."""
     located = ("from", intent.located.source)
     first, *rest = explain(intent.plan)
-    for line in table([first, located, *rest]):
+    notes = [("note", note) for note in intent.notes]
+    for line in table([first, located, *rest, *notes]):
         say(line)
 
 

@@ -30,7 +30,8 @@ def _trained(plan: Plan) -> str:
 
 def _step(plan: Plan) -> str:
     batches = plan.batches
-    said = f"{batches.global_batch_size} sequences = {batches.num_micro_batches} micro-batches of {batches.micro_batch_size}"
+    many = "1 micro-batch" if batches.num_micro_batches == 1 else f"{batches.num_micro_batches} micro-batches"
+    said = f"{batches.global_batch_size} sequences = {many} of {batches.micro_batch_size}"
     if batches.global_batch_size % batches.micro_batch_size:
         said += " (the last one smaller)"
     each = " + ".join(map(str, batches.shares))
