@@ -17,6 +17,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon with alibi": ("falcon", {"alibi": True}),
     "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "mamba": ("mamba", {"state_size": 4}),
+    "bert as a decoder": ("bert", {"is_decoder": True, "intermediate_size": 96}),
     "granite": ("granite", {"intermediate_size": 96, "num_key_value_heads": 2, "logits_scaling": 6.0}),
     "cohere": ("cohere", {"intermediate_size": 96, "num_key_value_heads": 2, "logit_scale": 0.25}),
 }

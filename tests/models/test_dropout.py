@@ -107,9 +107,9 @@ def test_the_width_of_a_layer_changes_no_mask_of_its_first_features():
 def test_values_of_unknown_tokens_are_refused():
     randomness = Randomness(0)
     dropout = KeyedDropout(0.5, "x", randomness)
-    with pytest.raises(RuntimeError, match="which tokens|its tokens"):
+    with pytest.raises(RuntimeError, match="its tokens"):
         dropout(torch.ones(1, 4, 8))
-    with randomness.about(lay_out(random_batch([5]), "flat", CPU)), pytest.raises(NotImplementedError, match="config.json"):
+    with randomness.about(lay_out(random_batch([5]), "flat", CPU)), pytest.raises(NotImplementedError, match=r"config\.json"):
         dropout(torch.ones(3, 8))
 
 

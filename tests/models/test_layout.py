@@ -12,6 +12,7 @@ from fleetune.models.build import load_model
 from fleetune.models.causal import CausalModel
 from fleetune.models.layout import lay_out
 from fleetune.models.objective import TokenLoss
+from fleetune.spec.errors import UserError
 from fleetune.spec.records import MicroBatch
 from micro_batches import EMPTY, one_by_one, random_batch, train_all
 
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 FLAT = {
     *("llama", "mistral", "mixtral", "qwen3", "gpt2", "gpt_neox", "opt", "gptj", "gpt_oss", "phi", "gemma", "gemma2"),
     *("mistral with a window", "gpt_oss with windows", "opt with projections", "opt with the norm behind", "llama tied"),
-    *("granite", "cohere"),
+    *("granite", "cohere", "bert as a decoder"),
 }
 
 
@@ -156,6 +157,23 @@ def test_long_documents_use_the_fused_attention_with_the_same_result(model_folde
             model.use_layout("documents")
             rows = model.hidden(model.lay_out(batch))
         assert torch.allclose(flat, rows, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_documents_that_would_change_each_others_rotary_frequencies_are_refused(kind, tmp_path):
+    import tiny
+
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10_000.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6, "original_max_position_embeddings": 16}
+    length = 64 if kind == "longrope" else 16
+    model = loaded(tiny.write_model(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=length))
+    for lengths in ([5, 16, 9], [40, 30]) if kind == "longrope" else ([5, 16, 9],):
+        batch = train_all(random_batch(lengths))
+        packed, alone = (loss_and_gradients(model, batches)[0] for batches in ([batch], one_by_one(batch)))
+        assert packed == pytest.approx(alone, rel=1e-6)
+    with pytest.raises(UserError, match="--sequence-length 16"):
+        model.lay_out(random_batch([5, 40]))
 
 
 def test_a_layout_that_a_family_cannot_do_is_refused(model_folder):

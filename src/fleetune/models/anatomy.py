@@ -21,8 +21,8 @@ class Anatomy:
 
     body: the innermost module that makes hidden states of tokens. embedding: the token embedding. positions: a learned position
     embedding. blocks: the ModuleList of blocks. final_norm: the norm behind the blocks. head: the output projection.
-    outside: the other leaf modules outside the blocks that hold parameters or buffers (projections around the blocks,
-    a norm behind the embedding, rotary frequencies).
+    outside: the other modules outside the blocks that hold parameters or buffers themselves (projections around the
+    blocks, a norm behind the embedding, rotary frequencies).
     linears: names within a block of linear layers (`nn.Linear`, or transformers' `Conv1D` with its transposed weight) in
     the order in which they are declared, over all kinds of blocks. conv1ds: those of them that are `Conv1D`. bypassed:
     those whose weight a recurrent layer also hands to a fused kernel, past the linear layer and whatever stands in its place.
@@ -143,11 +143,11 @@ class _Search:
         return None
 
     def outside(self, blocks: str) -> list[tuple[str, nn.Module]]:
-        """Modules without children that are not within a block, in the order they were declared."""
+        """Modules that are not within a block and have no children, or parameters of their own, as they were declared."""
         return [
             (name, module)
             for name, module in self.modules.items()
-            if not f"{name}.".startswith(f"{blocks}.") and next(module.children(), None) is None
+            if not f"{name}.".startswith(f"{blocks}.") and (next(module.children(), None) is None or _own_parameters(module))
         ]
 
     def find_positions(self, blocks: str, embedding: str) -> str | None:

@@ -81,24 +81,21 @@ def register() -> None:
         AttentionMaskInterface.register(name, describe)
 
 
-def describe_mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> CausalMask:
-    """Takes the place of transformers' mask tensors."""
-    if use_vmap:
-        raise Unsuited("its mask has a pattern of its own")
-    return CausalMask(local_size)
+def describe_mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> CausalMask | None:
+    """Takes the place of transformers' mask tensors; None for a pattern of the family's own, which no layer may use."""
+    return None if use_vmap else CausalMask(local_size)
 
 
-def describe_checked_mask(*, mask_function: Callable, local_size: int | None = None, **others: Any) -> CausalMask:
-    """As `describe_mask`, and asks the pattern itself, which for a lone document is bare. Raises Unsuited.
+def describe_checked_mask(*, mask_function: Callable, local_size: int | None = None, **others: Any) -> CausalMask | None:
+    """As `describe_mask`, and asks the pattern itself, which for a lone document is bare.
 
     Chunks have a local size too, as a window has; only asking tells them apart.
     """
     size = local_size or 3
     zero, query = torch.tensor(0), torch.tensor(size)
     sees = [bool(mask_function(zero, zero, query, torch.tensor(key))) for key in (0, 1, size, size + 1)]
-    if sees != [local_size is None, True, True, False]:
-        raise Unsuited("its mask is neither causal nor a sliding window")
-    return describe_mask(local_size=local_size, **others)
+    known = sees == [local_size is None, True, True, False]
+    return describe_mask(local_size=local_size, **others) if known else None
 
 
 def attend(
@@ -126,8 +123,8 @@ def attend(
     )
     if laid_out is None or not isinstance(attention_mask, CausalMask) or is_causal is False or unknown:
         raise Unsuited(
-            f"{type(module).__name__} does not pass the documents on to its attention function, or passes what is not known "
-            f"there ({', '.join(unknown) or 'nothing unknown'})"
+            f"{type(module).__name__} does not tell its attention function of the documents, or asks for what is not known "
+            f"there ({', '.join(unknown) or 'a mask of its own'})"
         )
     asked = LayerAttention(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -145,7 +142,7 @@ def attend(
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if laid_out.restore is not None:
         joined = joined.index_select(0, laid_out.restore)
-    return joined[None], None
+    return joined[None].contiguous(), None
 
 
 def _attend_group(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +19,7 @@ from fleetune.models.full_files import save_full
 from fleetune.models.head import Head
 from fleetune.models.layout import LaidOut, Layout, lay_out
 from fleetune.models.probe import Traits, body_of, hidden_of, set_attention, using_attention
+from fleetune.models.rotary import LengthSwitch
 from fleetune.spec.records import MicroBatch
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class CausalModel:
         self.adapter: AdapterSettings | None = None
         self._own_attention = str(module.config._attn_implementation)
         self._attention_of_rows = self._own_attention
+        self._length_switch = LengthSwitch.of(module.config)
         self.layout: Layout = "documents"
         self.use_layout(choose_layout(traits, device))
 
@@ -76,7 +79,9 @@ class CausalModel:
             yield self.module
 
     def lay_out(self, micro_batch: MicroBatch, device: torch.device | None = None) -> LaidOut:
-        """A micro-batch as tensors on the model's device, in the model's layout."""
+        """A micro-batch as tensors on the model's device, in the model's layout. Raises UserError (see `LengthSwitch`)."""
+        if self._length_switch is not None:
+            self._length_switch.check(np.diff(micro_batch.document_bounds))
         return lay_out(micro_batch, self.layout, self.device if device is None else device)
 
     def hidden(self, laid_out: LaidOut) -> torch.Tensor:

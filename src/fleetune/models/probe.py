@@ -1,6 +1,6 @@
 """What a built model does, found by running it on a handful of tokens: no list of families.
 
-One forward of three rows of three tokens with the model's own attention says whether it is causal, what happens between
+One forward of three rows of twelve tokens with the model's own attention says whether it is causal, what happens between
 its body and its head and behind its head; flat forwards of the same documents say whether the flat layout means the same.
 They run through one block of each kind, and the head makes no product: milliseconds, whatever the size of the model.
 """
@@ -26,6 +26,7 @@ from fleetune.spec.records import MicroBatch
 
 #: Logits put behind the head to see what the family does with them: small ones show a scale, large ones a cap.
 _TRIAL_LOGITS = (0.0, 1e-3, -1e-3, 0.5, -2.0, 7.0, -20.0, 60.0, -300.0, 1e5, -1e5)
+_LENGTH = 12
 #: Largest difference, relative to the largest value, that rounding explains.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -49,10 +50,14 @@ def probe(model: nn.Module, anatomy: Anatomy, device: torch.device, *, try_flat:
     """Probe a transformers model that has its weights. Leaves it as it was. Raises UserError if it is not causal."""
     training, threads = model.training, torch.get_num_threads()
     model.eval()
-    torch.set_num_threads(1)  # for nine tokens, threads only wait for each other: tenfold on a busy machine
+    torch.set_num_threads(1)  # for so few tokens, threads only wait for each other: tenfold on a busy machine
     try:
-        with torch.no_grad(), _one_block_of_each_kind(model, anatomy):
-            return _probe(model, anatomy, device, try_flat)
+        with torch.no_grad():
+            try:
+                with _one_block_of_each_kind(model, anatomy):
+                    return _probe(model, anatomy, device, try_flat)
+            except (IndexError, KeyError, RuntimeError, TypeError, ValueError):  # a family that counts its blocks elsewhere
+                return _probe(model, anatomy, device, try_flat)
     finally:
         torch.set_num_threads(threads)
         model.train(training)
@@ -82,23 +87,25 @@ def _kind(block: nn.Module) -> str:
 
 def _probe(model: nn.Module, anatomy: Anatomy, device: torch.device, try_flat: bool) -> Traits:
     size = int(model.get_submodule(anatomy.embedding).weight.shape[0])  # type: ignore[union-attr, index]
-    tokens = np.array([7, 11, 13, 7, 11, 17, 19, 23, 29]) % size
-    rows = torch.from_numpy(tokens.reshape(3, 3)).to(device)
+    documents = 4 + (7 * np.arange(2 * _LENGTH)) % max(1, size - 4)
+    last_changed = np.append(documents[: _LENGTH - 1], documents[-1])
+    rows = torch.from_numpy(np.concatenate([last_changed, documents]).reshape(3, _LENGTH)).to(device)
     own = _own_forward(model, anatomy, rows)
     tolerance = _TOLERANCE.get(own.at_head.dtype, 1e-4) * float(own.at_head.float().abs().max())
-    if _difference(own.at_head[0, :2], own.at_head[1, :2]) > tolerance:
+    shorter = _own_forward(model, anatomy, rows[:1, :5]).at_head[0]
+    seen = max(_difference(own.at_head[1, :-1], own.at_head[0, :-1]), _difference(shorter, own.at_head[0, :5]))
+    if not seen <= tolerance:
         raise UserError(
-            f"{type(model).__name__} lets a token see the tokens after it: it is not a causal language model as configured. "
-            "Give a decoder (for a BERT-like model, is_decoder in its config.json)"
+            f"{type(model).__name__} lets a token see the tokens after it, or how many there are: it is not a causal language "
+            "model as configured. Give a decoder (for a BERT-like model, is_decoder in its config.json)"
         )
-    through_head = _difference(own.of_body, own.at_head) > 0
+    through_head = own.of_body.shape != own.at_head.shape or _difference(own.of_body, own.at_head) > 0
     scale, softcap = _behind_head(model, own.trial, own.logits)
     reason = _why_not_flat(model, anatomy) if try_flat else "not asked for"
     if not reason:
         try:
-            flat = _flat_forward(model, anatomy, tokens[3:], device)
-            wanted = own.of_body[1:].reshape(6, -1)
-            off = _difference(flat.reshape(6, -1), wanted)
+            flat = _flat_forward(model, anatomy, documents, device)
+            off = _difference(flat[0], own.of_body[1:].flatten(0, 1))
             if not off <= tolerance:
                 reason = f"its flat forward differs from its own by {off:.2g}"
         except Exception as error:  # whatever a family does with what it does not expect, the other layout is exact
@@ -108,7 +115,7 @@ def _probe(model: nn.Module, anatomy: Anatomy, device: torch.device, try_flat: b
 
 @dataclass(frozen=True)
 class _Own:
-    """of_body, at_head: [3, 3, H], the body's output and the head's input. trial, logits: [3, 3, V], what the head was
+    """of_body, at_head: [R, C, H], the body's output and the head's input. trial, logits: [R, C, V], what the head was
     made to say, and what came out."""
 
     of_body: torch.Tensor
@@ -174,15 +181,15 @@ def _why_not_flat(model: nn.Module, anatomy: Anatomy) -> str:
 
 
 def _flat_forward(model: nn.Module, anatomy: Anatomy, tokens: np.ndarray, device: torch.device) -> torch.Tensor:
-    """[1, 6, H] of two documents of three tokens, after one lone document that shows the bare masks."""
-    for bounds, name in (([0, 6], attention.CHECKED_NAME), ([0, 3, 6], attention.NAME)):
+    """[1, T, H] of two documents of equal length, after one lone document that shows the bare masks."""
+    for bounds, name in (([0, len(tokens)], attention.CHECKED_NAME), ([0, _LENGTH, len(tokens)], attention.NAME)):
         count = len(bounds) - 1
         batch = MicroBatch(
             step=-1,
             number=-1,
             sequences=(0,),
             tokens=tokens,
-            trained=np.zeros(6, dtype=bool),
+            trained=np.zeros(len(tokens), dtype=bool),
             document_bounds=np.array(bounds),
             sequence_bounds=np.array([0, count]),
             samples=("",) * count,
