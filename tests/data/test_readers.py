@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -370,3 +371,28 @@ def test_whatever_is_damaged_there_is_an_error_or_rows_and_never_a_crash(
 
 
 DAMAGE = [b"", b'"', b"[", b"]", b"{", b"}", b",", b"\0", b"\xff", b"\n", b"\r", b"\\", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"x"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_damaged_table_is_an_error_or_rows_and_never_a_crash(tmp_path: Path, kind: str) -> None:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    table = arrow.table({"text": [f"abc{row}" for row in range(200)], "turns": [[{"role": "user"}]] * 200})
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    whole, chance, refused = path.read_bytes(), random.Random(0), 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for _ in range(chance.randint(1, 5)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            assert all(isinstance(row, Row | BadRow) for row in read_rows(DataFile("a", path, kind, (path,), 0)))
+        except UserError:
+            refused += 1
+    assert 0 < refused < 150

@@ -16,6 +16,8 @@ _BATCH_ROWS = 256
 #: A row group that grows beyond this factor and size when it is unpacked is refused (a decompression bomb).
 _MAX_GROWTH = 1000
 _GROWTH_COUNTS_FROM = 1 << 30
+#: What a torn table raises in Arrow's own code, beside its own kinds of error.
+_FAULTS = (OSError, ValueError, LookupError, ArithmeticError, TypeError, SystemError, MemoryError)
 _DELIMITERS = ",\t;|"
 
 
@@ -99,7 +101,7 @@ def read_parquet_file(file: DataFile) -> Iterator[Row | BadRow]:
             for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=names):
                 yield from _batch_rows(batch, number)
                 number += batch.num_rows
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, *_FAULTS) as error:
         raise UserError(f"{path} cannot be read as Parquet after row {number}: {error}. Write it again") from error
 
 
@@ -116,7 +118,7 @@ def read_arrow_folder(file: DataFile) -> Iterator[Row | BadRow]:
                     for start in range(0, batch.num_rows, _BATCH_ROWS):
                         yield from _batch_rows(batch.slice(start, _BATCH_ROWS), number + start)
                     number += batch.num_rows
-        except (arrow.ArrowException, OSError) as error:
+        except (arrow.ArrowException, *_FAULTS) as error:
             raise UserError(f"{path} cannot be read as Arrow after row {number}: {error}. Write it again") from error
 
 
@@ -144,13 +146,20 @@ def _text_columns(schema: Any, path: Path) -> list[str]:
 
 
 def _batch_rows(batch: Any, before: int) -> Iterator[Row | BadRow]:
+    """Rows of one batch. It is checked first: bounds and characters in a file are whatever its writer put there."""
+    import pyarrow as arrow
+
+    faults = (arrow.ArrowException, *_FAULTS)
     try:
+        batch.validate(full=True)
         rows = batch.to_pylist()
-    except (UnicodeDecodeError, ValueError, OverflowError):
+    except faults:
         for index in range(batch.num_rows):  # one value spoils the batch: find the row
             try:
-                yield Row(before + index + 1, _plain(batch.slice(index, 1).to_pylist()[0]))
-            except (UnicodeDecodeError, ValueError, OverflowError) as error:
+                row = batch.slice(index, 1)
+                row.validate(full=True)
+                yield Row(before + index + 1, _plain(row.to_pylist()[0]))
+            except faults as error:
                 yield BadRow(before + index + 1, f"a value cannot be read: {error}")
         return
     for index, fields in enumerate(rows):
