@@ -26,7 +26,7 @@ def tiny_launch(num_processes: int = 1, **changes: Any) -> Launch:
     commands = Commands(
         prepare="launch.tiny_prepare",
         worker="launch.tiny_worker",
-        preload=("torch.distributed",) if num_processes > 1 else (),
+        preload=(),
     )
     values = {"commands": commands, "patience": PATIENCE, "environment": {"PYTHONPATH": str(TESTS)}, **changes}
     return Launch(num_processes=num_processes, **values)
