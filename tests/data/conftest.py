@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no fault
+settings.load_profile("unhurried")
 TEMPLATES = Path(__file__).parent / "templates"
 CONTROL_TOKENS = [
     "<start_of_turn>",

@@ -195,8 +195,10 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise TimeoutError
 
     began = time.monotonic()
+    # Somebody else's alarm is stopped before the handler changes, so that it can never ring as ours.
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     handler = signal.signal(signal.SIGALRM, expire)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
