@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -120,3 +122,17 @@ def test_a_tokenizers_fingerprint_is_of_its_files_and_its_template(tiny_llama: P
     assert tokenizer_fingerprint(copied, chat_template="{{ messages }}") != first
     (copied / "chat_template.jinja").write_text("{{ messages }}")
     assert tokenizer_fingerprint(copied) != first
+
+
+def test_what_is_prepared_is_found_without_loading_any_library_for_it(tmp_path: Path, prepare: Prepare) -> None:
+    file = write(tmp_path / "a.jsonl", rows(3))
+    first = prepare(file)
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom fleetune.data.prepare import DataRequest, prepare_data\n"
+        "request = DataRequest(data=(sys.argv[1],), tokenizer_fingerprint='tiny', cache=Path(sys.argv[2]), max_bad_share=0.5)\n"
+        "print(prepare_data(request, lambda: sys.exit('tokenised again')).fingerprint)\n"
+        "print(sorted({'torch', 'transformers', 'tokenizers', 'jinja2', 'pyarrow', 'pydantic'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", script, str(file), str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[:2] == [first.fingerprint, "[]"]
