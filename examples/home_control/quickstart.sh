@@ -15,9 +15,11 @@ if [ -f "$RUN/run.yaml" ]; then rm -rf "$RUN"; fi
 
 cat <<END
 
-The adapter is in $RUN/adapter, the whole model in $RUN/export/merged; all figures are in $RUN/summary.json.
+The adapter is in $RUN/adapter, the whole model in $RUN/export/merged, all figures in $RUN/summary.json.
 
-Ask it:            $BIN/fleetune generate $RUN "could you dim the hall light to forty percent at half past nine in the evening?"
-Your own data:     $BIN/fleetune data inspect YOUR.jsonl --model smollm2-135m
-                   $BIN/fleetune train --model smollm2-135m --data YOUR.jsonl --validation-share 0.05 --run runs/mine
+Ask it:
+  $BIN/fleetune generate $RUN --system "You control a home. Reply in JSON." "dim the hall light to forty percent at 9 pm"
+Your own data:
+  $BIN/fleetune data inspect YOUR.jsonl --model smollm2-135m
+  $BIN/fleetune train --model smollm2-135m --data YOUR.jsonl --validation-share 0.1 --run runs/mine
 END
