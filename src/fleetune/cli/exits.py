@@ -60,10 +60,11 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def say_error(text: str) -> None:
-    """One problem on standard error, without secrets."""
+    """One problem on one line of standard error, without secrets, and without characters that steer a terminal."""
     from fleetune.monitor.logs import redact
 
-    _say(f"error: {redact(text)}")
+    line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in redact(text))
+    _say(f"error: {line}")
 
 
 def _say(text: str) -> None:
