@@ -136,15 +136,12 @@ def test_every_slot_of_the_flat_row_is_attended_once_whatever_the_grouping():
     lengths = [40, 3, 3, 300, 40, 2, 1, 1, 39, 17]
     batch = random_batch(lengths)
     laid_out = lay_out(batch, "flat", CPU)
-    slots = torch.cat(
-        [
-            torch.arange(group.start, group.start + group.length) if group.slots is None else group.slots.flatten()
-            for group in laid_out.groups
-        ]
-    )
-    restored = slots if laid_out.restore is None else slots[laid_out.restore]
-    assert restored.tolist() == list(range(sum(lengths)))
-    assert any(group.slots is not None for group in laid_out.groups), "equal short documents are attended together"
+    assert any(group.count > 1 for group in laid_out.groups), "short documents of similar length are attended together"
+    assert sum(group.count for group in laid_out.groups) == len(lengths)
+    assert sum(group.count * group.length for group in laid_out.groups) == len(laid_out.gather)
+    assert laid_out.gather[laid_out.restore].tolist() == list(range(sum(lengths)))
+    alone = lay_out(random_batch([40, 300, 170]), "flat", CPU)
+    assert alone.gather is None and [group.length for group in alone.groups] == [40, 300, 170]
 
 
 def test_long_documents_use_the_fused_attention_with_the_same_result(model_folder):

@@ -136,27 +136,31 @@ def attend(
     keys = None
     if asked.dropout and randomness is not None:
         keys = randomness.keys_of(name_key(randomness.next_site()), query.device)
-    # [T, heads, d] rows, so that documents are slices or gathers of rows
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    outputs = [_attend_group(rows, group, asked, keys) for group in laid_out.groups]
+    # [T, heads, d]: documents are runs of rows, and the backward of one split is one join
+    q, k, v = (_parts(x[0].transpose(0, 1), laid_out) for x in (query, key, value))
+    rows = [None] * len(q) if keys is None else _parts(keys, laid_out)
+    outputs = [_attend_group(group, parts, asked, keys=own) for group, *parts, own in zip(laid_out.groups, q, k, v, rows)]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if laid_out.restore is not None:
         joined = joined.index_select(0, laid_out.restore)
     return joined[None].contiguous(), None
 
 
+def _parts(rows: torch.Tensor, laid_out: LaidOut) -> tuple[torch.Tensor, ...]:
+    """[T, ...] -> [count * length, ...] of each group."""
+    if laid_out.gather is not None:
+        rows = rows.index_select(0, laid_out.gather)
+    return rows.split([group.count * group.length for group in laid_out.groups]) if len(laid_out.groups) > 1 else (rows,)
+
+
 def _attend_group(
-    rows: list[torch.Tensor], group: DocumentGroup, asked: LayerAttention, keys: torch.Tensor | None
+    group: DocumentGroup, parts: list[torch.Tensor], asked: LayerAttention, *, keys: torch.Tensor | None
 ) -> torch.Tensor:
-    """[G * L, heads, d] of one group of documents."""
-    if group.slots is None:
-        q, k, v = (x[group.start : group.start + group.length].transpose(0, 1)[None] for x in rows)
-        keys = None if keys is None else keys[None, group.start : group.start + group.length]
-    else:
-        slots = group.slots.reshape(-1)
-        q, k, v = (x.index_select(0, slots).unflatten(0, group.slots.shape).transpose(1, 2) for x in rows)
-        keys = None if keys is None else keys[group.slots]
-    return _attend(q, k, v, asked, keys).transpose(1, 2).flatten(0, 1)
+    """[count * length, heads, d] of one group of documents."""
+    shape = (group.count, group.length)
+    q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
+    output = _attend(q, k, v, asked, None if keys is None else keys.view(shape))
+    return output.transpose(1, 2).flatten(0, 1)
 
 
 def _attend(

@@ -32,17 +32,12 @@ class Origins:
     positions: np.ndarray
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class DocumentGroup:
-    """Documents of the flat row whose attention is computed together: one slice, or several of similar length.
+    """`count` documents of at most `length` tokens whose attention is computed together, [count, length] rows of it."""
 
-    length: L, of the longest. slots: int64 [G, L] into the flat row, a shorter document repeats its last slot;
-    None for one document, which is the slice [start, start + L).
-    """
-
-    start: int
+    count: int
     length: int
-    slots: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +47,9 @@ class LaidOut:
     tokens: int64 [R, C]; flat: R = 1. positions: int64 [1, C] where flat, else None (0, 1, ... in each row).
     select: int64 [N], slots of the flattened [R * C] that predict a trained token, in the order of the tokens.
     targets: int64 [N], the tokens they predict.
-    groups: flat only. restore: int64 [C] that puts the groups' outputs, one after the other, back in order; None where
-    they are in order already.
+    groups: flat only; what documents are attended together. gather: int64 [P], the slots of the groups' rows, one group
+    after the other; a shorter document repeats its last slot. restore: int64 [C], where in [P] each slot is found again.
+    Both are None where every document is alone in its group, in order, and P = C.
     """
 
     layout: Layout
@@ -64,6 +60,7 @@ class LaidOut:
     targets: torch.Tensor
     origins: Origins
     groups: tuple[DocumentGroup, ...] = ()
+    gather: torch.Tensor | None = None
     restore: torch.Tensor | None = None
 
     @property
@@ -89,7 +86,7 @@ def _flat(batch: MicroBatch, device: torch.device) -> LaidOut:
     bounds = np.asarray(batch.document_bounds)
     lengths = np.diff(bounds)
     targets = np.flatnonzero(batch.trained)
-    groups, order = _group(bounds[:-1], lengths)
+    groups, gather, restore = _group(bounds[:-1], lengths)
     return LaidOut(
         layout="flat",
         step=batch.step,
@@ -98,10 +95,9 @@ def _flat(batch: MicroBatch, device: torch.device) -> LaidOut:
         select=_tensor(targets - 1, device),
         targets=_tensor(batch.tokens[targets], device),
         origins=_origins(batch),
-        groups=tuple(
-            DocumentGroup(start, length, None if slots is None else _tensor(slots, device)) for start, length, slots in groups
-        ),
-        restore=None if order is None else _tensor(order, device),
+        groups=groups,
+        gather=None if gather is None else _tensor(gather, device),
+        restore=None if restore is None else _tensor(restore, device),
     )
 
 
@@ -134,35 +130,30 @@ def _origins(batch: MicroBatch) -> Origins:
     )
 
 
-def _group(starts: np.ndarray, lengths: np.ndarray) -> tuple[list[tuple[int, int, np.ndarray | None]], np.ndarray | None]:
-    """Group documents of similar length. Returns (start, length, slots) of each group, and the order that restores."""
-    groups: list[list[int]] = []
-    for document in np.argsort(-lengths, kind="stable"):
-        length = int(lengths[document])
-        longest = int(lengths[groups[-1][0]]) if groups else 0
-        fits = groups and longest**2 - length**2 <= _GROUPING_PADS and (len(groups[-1]) + 1) * longest**2 <= _GROUP_AREA
-        if fits:
-            groups[-1].append(int(document))
+def _group(starts: np.ndarray, lengths: np.ndarray) -> tuple[tuple[DocumentGroup, ...], np.ndarray | None, np.ndarray | None]:
+    """Group documents of similar length, in the order of their first one. Returns (groups, gather, restore)."""
+    members: list[list[int]] = []
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        longest = int(lengths[members[-1][0]]) if members else 0
+        near = longest**2 - int(lengths[document]) ** 2 <= _GROUPING_PADS
+        if members and near and (len(members[-1]) + 1) * longest**2 <= _GROUP_AREA:
+            members[-1].append(document)
         else:
-            groups.append([int(document)])
-    groups.sort(key=lambda members: members[0])
-    if all(len(members) == 1 for members in groups):
-        return [(int(starts[m]), int(lengths[m]), None) for (m,) in groups], None
-    made: list[tuple[int, int, np.ndarray | None]] = []
-    order = np.empty(int(lengths.sum()), dtype=np.int64)
+            members.append([document])
+    members.sort(key=lambda group: group[0])
+    groups = tuple(DocumentGroup(len(group), int(lengths[group[0]])) for group in members)
+    if all(group.count == 1 for group in groups):
+        return groups, None, None
+    gather: list[np.ndarray] = []
+    restore = np.empty(int(lengths.sum()), dtype=np.int64)
     done = 0
-    for members in groups:
-        length = int(lengths[members[0]])
-        if len(members) == 1:
-            made.append((int(starts[members[0]]), length, None))
-        else:
-            within = np.minimum(np.arange(length)[None, :], lengths[members][:, None] - 1)
-            made.append((-1, length, starts[members][:, None] + within))
-        for row, member in enumerate(members):
-            start = int(starts[member])
-            order[start : start + int(lengths[member])] = done + row * length + np.arange(int(lengths[member]))
-        done += len(members) * length
-    return made, order
+    for group, length in ((group, int(lengths[group[0]])) for group in members):
+        for document in group:
+            start, own = int(starts[document]), int(lengths[document])
+            gather.append(start + np.minimum(np.arange(length), own - 1))
+            restore[start : start + own] = done + np.arange(own)
+            done += length
+    return groups, np.concatenate(gather), restore
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
