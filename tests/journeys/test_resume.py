@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from journeys.journey import SMALL, fleetune, kill_everything, losses, rows_of, samples, start, wait_for_step, write_rows
 
 #: Dropout is on: its masks, too, must not depend on where a run was interrupted.

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from journeys.journey import SMALL, fleetune, losses, rows_of, samples, write_rows
 
 
@@ -66,11 +67,11 @@ def test_plain_peft_loads_the_adapter_with_the_loss_that_was_reported(trained: P
     for row in rows_of(trained / "held_out.jsonl"):
         messages = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
         asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
-        tokens = torch.tensor(tokenizer.apply_chat_template(messages, return_dict=False))
+        # An answer ends with its end of turn; the line end that the template writes behind it is not trained.
+        tokens = torch.tensor(tokenizer.apply_chat_template(messages, return_dict=False)[:-1])
         with torch.no_grad():
             logits = model(input_ids=tokens[None]).logits[0]
         targets = tokens[len(asked) :]
-        # The template's last line end comes after the end of the turn; the answer and its line end are trained.
         picked = torch.log_softmax(logits[len(asked) - 1 : -1], -1).gather(1, targets[:, None])
         total, count = total - float(picked.sum()), count + len(targets)
     after = json.loads((trained / "run" / "summary.json").read_text())["after"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fleetune.data.prompts import Prompter
 from fleetune.training.answers import Generate
 
 if TYPE_CHECKING:
@@ -84,31 +85,22 @@ def until_stop(tokens: list[int], stop: set[int]) -> list[int]:
 
 
 class Generator:
-    """A model that replies to conversations, in this process."""
+    """A model that replies to conversations, in this process; asked with the very template it was trained with."""
 
     def __init__(self, model: CausalModel, tokenizer: Any) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._stop = stop_tokens(model, tokenizer)
+        self._prompter = Prompter(tokenizer)
 
     def reply(
         self, messages: list[dict[str, Any]], sampling: Sampling | None = None, on_text: Callable[[str], None] | None = None
     ) -> str:
         """The model's next turn. `on_text` gets each piece of text as it comes out."""
-        prompt = self._prompt(messages)
+        prompt = self._prompter(messages).tolist()
         streamer = _streamer(self._tokenizer, on_text) if on_text else None
         (said,) = generate_tokens(self._model, [prompt], stop=self._stop, sampling=sampling or Sampling(), streamer=streamer)
         return self._tokenizer.decode(said, skip_special_tokens=True)
-
-    def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The tokens the model is asked with: by its chat template, or for a model without one as the training did."""
-        from fleetune.data.conversations import Conversation
-        from fleetune.data.encode import Encoder
-
-        chat_format = Encoder(self._tokenizer).chat_format(self._tokenizer)
-        adapted, tools = chat_format.adapt(Conversation(tuple(messages)))
-        text = chat_format.render(adapted, tools, ask=True)
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _streamer(tokenizer: Any, on_text: Callable[[str], None]) -> Any:

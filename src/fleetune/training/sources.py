@@ -42,7 +42,12 @@ def prepare_source(request: ModelRequest, *, device: str) -> ModelSource:
     from fleetune.models.locate import locate
     from fleetune.models.weights import prepare_model
 
-    located = locate(request.model, revision=request.revision, offline=request.offline)
+    located = locate(
+        request.model,
+        revision=request.revision,
+        offline=request.offline,
+        allow_remote_code=request.allow_remote_code,
+    )
     precision = request.precision if request.precision != "auto" else probe(device)
     # What is trained in full is held in fp32, whatever it computes in: only frozen weights rest in the compute type.
     dtype = "fp32" if request.trainable else precision
