@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,9 @@ def test_a_commands_own_code_is_kept(code):
         (
             OSError(errno.ENOSPC, "No space left on device", "/runs/x"),
             2,
-            "error: /runs/x: No space left on device: give another place, or mend this one\n",
+            "error: /runs/x: No space left on device: make room or give another place\n",
         ),
+        (OSError(errno.EROFS, "Read-only file system"), 2, "error: Read-only file system: make room or give another place\n"),
         (
             ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn"),
             2,
@@ -71,3 +74,12 @@ def test_secrets_are_in_neither_line_nor_file(capsys, monkeypatch):
     path = Path(re.search(r"traceback is in (\S+)", said)[1])
     assert "hf_abcdef" not in said + path.read_text() and "[secret]" in said
     path.unlink()
+
+
+def test_a_full_disk_behind_standard_output_is_one_error():
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "fleetune.cli.main", "presets", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device: make room or give another place\n")

@@ -73,3 +73,13 @@ def test_its_json_has_every_setting_with_its_origin(tiny_llama, tmp_path, monkey
 def test_what_cannot_be_is_an_error(tiny_llama, capsys):
     assert main(["plan", "--model", str(tiny_llama), "--gpus", "4", "--global-batch-size", "2", "--device", "cpu"]) == 2
     assert "4 processes share 2 micro-batches" in capsys.readouterr().err
+
+
+def test_training_without_torch_is_refused_before_anything_is_written(tiny_llama, rows, tmp_path):
+    command = [sys.executable, "-c", BLOCKED, "train", "--model", str(tiny_llama), "--data", str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    assert [line.split(",")[0] for line in done.stderr.splitlines()] == [
+        "error: training needs the package torch", "error: training needs the package transformers"
+    ]  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
@@ -22,6 +23,19 @@ from fleetune.spec.errors import (
 
 #: Ctrl-C where nothing is saved: the shells' own number for it.
 EXIT_INTERRUPTED = 130
+
+#: Faults of a place, and not of the program: full, read-only, forbidden, taken by something else.
+_MENDABLE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EFBIG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+)
 
 #: Packages that fleetune needs and a login node may lack.
 _INSTALL = {"torch": "torch", "transformers": "transformers", "peft": "peft", "tensorboard": "'fleetune[track]'"}
@@ -81,11 +95,16 @@ def _absent_module(error: ModuleNotFoundError) -> int:
 
 
 def _system_error(error: OSError) -> int:
-    """A full or read-only disk, missing rights: the person's to mend, where a file is named. Anything else is unexpected."""
-    if error.filename is None or error.strerror is None:
-        return _unexpected(error, f"{type(error).__name__}: {error}")
-    say_error(f"{error.filename}: {error.strerror}: give another place, or mend this one")
-    return EXIT_USER
+    """A full or read-only disk, missing rights: the person's to mend. Anything else is unexpected."""
+    if error.errno in _MENDABLE:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            leave_stdout()  # it was our output that had no place
+        where = f"{error.filename}: " if error.filename is not None else ""
+        say_error(f"{where}{error.strerror}: make room or give another place")
+        return EXIT_USER
+    return _unexpected(error, f"{type(error).__name__}: {error}")
 
 
 def _unexpected(error: BaseException, what: str) -> int:

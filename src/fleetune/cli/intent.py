@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
     if spec.rows.data or spec.rows.validation:
         attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
     attempt(lambda: _check_template(spec.weights.chat_template))
+    problems += _absent_packages() if is_start else []
     located = attempt(lambda: _located(spec))
     # Without a model the plan cannot be made, but the division of a step can be checked all the same.
     plan = attempt(lambda: _planned(spec, located, num_processes) if located else divide_step(spec, num_processes))
@@ -121,6 +123,22 @@ def _located(spec: RunSpec) -> Located:
 def _planned(spec: RunSpec, located: Located, num_processes: int) -> Plan:
     adapter = read_header(located.adapter / "adapter_model.safetensors") if located.adapter else None
     return make_plan(spec, read_shape(located.path), data_ranks=num_processes, adapter=adapter)
+
+
+def _absent_packages() -> list[str]:
+    """What training needs and a login node may lack; none of it is imported here."""
+    return [
+        f"training needs the package {name}, which is not installed here: pip install {name}, or train on another machine"
+        for name in ("torch", "transformers")
+        if not _is_installed(name)
+    ]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _check_template(template: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fleetune.cli.intent import Intent, with_plan
@@ -16,8 +17,8 @@ from fleetune.spec.errors import EXIT_USER
 from fleetune.spec.read import write_run
 from fleetune.spec.run_folder import RunFolder, read_json, write_json
 
-#: What was found and fetched before stays as it is: the processes of a run open no connection.
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+#: Where nothing that was named comes from the hub, no library of a run's processes may ask it anything.
+_NO_HUB = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ def start(intent: Intent, *, tell: Callable[[str], None]) -> Finished:
 
 
 def _launch(intent: Intent) -> Launch:
+    rows = intent.spec.rows
+    is_local = intent.located.revision is None and all(Path(name).exists() for name in (*rows.data, *rows.validation))
     return Launch(
         num_processes=intent.num_processes,
         threads=intent.spec.layout.threads,
-        environment=_OFFLINE,
+        environment={"HF_HUB_DISABLE_TELEMETRY": "1", **(_NO_HUB if is_local else {})},
         prepare_arguments=("--device", intent.device),
     )
