@@ -279,6 +279,24 @@ def test_adapter_weights_are_fp32_over_a_bf16_base(model_folder):
         assert torch.allclose(p.grad, q.grad, atol=0.1 * float(p.grad.abs().max())), name
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "mamba"])
+def test_gradient_checkpointing_reaches_the_adapters_of_a_frozen_model(name, model_folder):
+    """The first block's input needs no gradient: a reentrant checkpoint would train nothing, in silence."""
+    batch = random_batch([20, 13])
+    found = []
+    for checkpointing in (False, True):
+        model = load_model(
+            model_folder(name), dtype="fp32", device=CPU, trainable=False, gradient_checkpointing=checkpointing, seed=7
+        )
+        add_adapter(model, adapter="lora", rank=4, alpha=8, dropout=0.2, targets=(), seed=1)
+        laid_out = model.lay_out(batch)
+        TokenLoss()(model.hidden(laid_out), laid_out, model.head)[0].backward()
+        found.append({name: parameter.grad for name, parameter in model.trained()})
+    for parameter, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][parameter]), parameter
+        assert gradient.any() or "lora_A" in parameter
+
+
 def test_a_frozen_layer_keeps_only_its_input_for_the_backward(model_folder):
     """The adapted layer saves x once, and neither x A^T nor a result: what makes long sequences fit."""
     layer = adapted(model_folder("llama")).module.model.layers[0].mlp.down_proj
