@@ -17,7 +17,8 @@ from fleetune.launch.request import Commands, Launch, Patience
 from fleetune.launch.supervisor import supervise
 from fleetune.spec.run_folder import RunFolder, read_lines
 
-TESTS = Path(__file__).resolve().parents[1]
+#: The code of this checkout and its tests, for processes that are started.
+PYTHONPATH = f"{Path(__file__).resolve().parents[2] / 'src'}:{Path(__file__).resolve().parents[1]}"
 #: Short enough for tests; the times are measured with real clocks.
 PATIENCE = Patience(restarts=2, backoff_s=0.1, backoff_limit_s=1.0, peers_s=1.0, cleanup_s=1.5, save_s=20.0)
 
@@ -28,7 +29,7 @@ def tiny_launch(num_processes: int = 1, **changes: Any) -> Launch:
         worker="launch.tiny_worker",
         preload=(),
     )
-    values = {"commands": commands, "patience": PATIENCE, "environment": {"PYTHONPATH": str(TESTS)}, **changes}
+    values = {"commands": commands, "patience": PATIENCE, "environment": {"PYTHONPATH": PYTHONPATH}, **changes}
     return Launch(num_processes=num_processes, **values)
 
 
@@ -59,7 +60,7 @@ class TinyRun:
         """In a process of its own."""
         return subprocess.Popen(
             [sys.executable, "-m", "launch.starter", str(self.folder.path), str(num_processes), then],
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

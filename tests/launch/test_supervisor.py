@@ -11,7 +11,7 @@ import pytest
 
 from fleetune.launch.request import Commands
 from fleetune.spec.errors import UserError
-from launch.runs import PATIENCE, TESTS, TinyRun, wait_for
+from launch.runs import PATIENCE, PYTHONPATH, TinyRun, wait_for
 
 
 def test_a_run_that_ends_well_ends_with_0(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_logs_are_private_and_nothing_of_the_environment_is_in_a_command_line(tm
     from fleetune.launch.supervisor import supervise
     from launch.runs import tiny_launch
 
-    launch = tiny_launch(environment={"PYTHONPATH": str(TESTS), "HF_TOKEN": "hf_verysecret1234"})
+    launch = tiny_launch(environment={"PYTHONPATH": PYTHONPATH, "HF_TOKEN": "hf_verysecret1234"})
     assert supervise(run.folder, launch, on_poll=look, say=run.said.append) == 0
     assert seen and not any(b"hf_verysecret1234" in line for line in seen)
     assert json.loads((run.folder.path / "environment-0-0").read_text())["HF_TOKEN"] == "hf_verysecret1234"

@@ -18,13 +18,15 @@ VOCABULARY = 31
 
 
 class Toy:
-    """Predicts the next token from the last one. The embedding is frozen and always the same, the rest is trained."""
+    """Predicts the next token from the last one. The embedding is frozen and always the same, the rest is trained.
 
-    def __init__(self, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    gain: the loss is multiplied by it."""
+
+    def __init__(self, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, gain: float = 1.0) -> None:
         torch.manual_seed(seed)
         self.module = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.LayerNorm(24), nn.Linear(24, VOCABULARY)).to(device)
         self.embedding = torch.randn(VOCABULARY, 12, generator=torch.Generator().manual_seed(7)).to(device)
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.gain = device, dtype, gain
         self.modes: list[bool] = []
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -40,7 +42,7 @@ class Toy:
         with torch.autocast(torch.device(self.device).type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             logits = self.module(self.embedding[tokens[targets - 1]])
         loss = nn.functional.cross_entropy(logits.float(), tokens[targets], reduction="sum")
-        return loss, int(targets.numel())
+        return loss * self.gain, int(targets.numel())
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
