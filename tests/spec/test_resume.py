@@ -34,7 +34,8 @@ def test_what_is_not_given_again_stays_as_it_was():
     old = resolve(flags=flags_given(START))
     new = resolve(flags=flags_given({"resume": True, "gpus": "2"}), earlier=old.source())
     assert new.spec.optimization.learning_rate == 1e-3
-    assert new.origins["learning_rate"] == "flag --learning-rate"
+    assert new.origins["learning_rate"] == "earlier flag --learning-rate"
+    assert resolve(earlier=new.source()).origins["learning_rate"] == "earlier flag --learning-rate"
     assert new.spec.layout.gpus == 2 and new.spec.output.resume
     assert check_resume(old, new) == ()
 

@@ -12,9 +12,11 @@ from typing import Any
 from fleetune.cli.look import look_at_data
 from fleetune.cli.place import check_new, default_path
 from fleetune.launch.devices import choose_processes
+from fleetune.models.config import read_json_object
 from fleetune.models.locate import Located, locate
 from fleetune.models.presets import find_preset
 from fleetune.planning.plan import Plan, divide_step, make_plan
+from fleetune.spec.agreement import against_adapter, without_effect
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.given import Source, environment_given, file_given, preset_given
 from fleetune.spec.model_shape import read_shape
@@ -62,10 +64,12 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
     if spec.rows.data or spec.rows.validation:
         attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
     attempt(lambda: _check_template(spec.weights.chat_template))
-    problems += _absent_packages() if is_start else []
+    problems += [*without_effect(resolved), *_absent_packages()] if is_start else []
     located = attempt(lambda: _located(spec))
     # Without a model the plan cannot be made, but the division of a step can be checked all the same.
     plan = attempt(lambda: _planned(spec, located, num_processes) if located else divide_step(spec, num_processes))
+    if located is not None and located.adapter is not None:
+        problems += against_adapter(resolved, read_json_object(located.adapter / "adapter_config.json"))
     resolved = _absolute(resolved, located)
     notes: tuple[str, ...] = ()
     if is_start and earlier is None and spec.output.run is not None:

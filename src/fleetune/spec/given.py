@@ -38,7 +38,8 @@ class Source:
         if self.kind == "file":
             return f"file {self.name}" + (f", line {self.lines[name]}" if name in self.lines else "")
         if self.kind == "run":
-            return self.origins.get(name, "default")
+            first = self.origins.get(name, "default")
+            return f"earlier {first}" if first.startswith(("flag ", "argument ", "environment ")) else first
         if self.kind == "preset":
             return f"preset {self.name}"
         return f"{self.kind} {self.spelled(name)}"
