@@ -20,7 +20,9 @@ EMPTY = MicroBatch(
 )
 
 
-def random_batch(lengths: Sequence[int], *, seed: int = 0, share: float = 0.6, step: int = 3, vocabulary: int = 300) -> MicroBatch:
+def random_batch(
+    lengths: Sequence[int], *, seed: int = 0, share: float = 0.6, step: int = 3, vocabulary: int = 300
+) -> MicroBatch:
     """One document per sequence, with about `share` of the tokens trained (never a document's first)."""
     random = np.random.default_rng(seed)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
