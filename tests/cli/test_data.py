@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from fleetune.cli.main import main
 from journeys.journey import write_rows
 
 
@@ -27,25 +21,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def fleetune(capsys, monkeypatch, folder) -> Iterator:
-    """Run a command in this process (importing torch again costs ten seconds); what it does to logging is undone."""
+def fleetune(command, monkeypatch, folder):
     monkeypatch.chdir(folder)
-    root, level = logging.getLogger(), logging.getLogger("fleetune").level
-    handlers = root.handlers[:]
-
-    def run(*words):
-        streams = sys.stdout, sys.stderr
-        try:
-            code = main([*map(os.fspath, words)])
-        finally:
-            sys.stdout, sys.stderr = streams
-        out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
-
-    yield run
-    root.handlers[:] = handlers
-    logging.getLogger("fleetune").setLevel(level)
-    logging.captureWarnings(False)
+    return command
 
 
 def test_inspect_tells_what_is_trained_and_marks_it(fleetune, tiny_llama):
