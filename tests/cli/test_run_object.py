@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,20 @@ import fleetune
 from fleetune.spec.errors import UserError
 from journeys.journey import write_rows
 
+#: A secret of the person's environment that must be nowhere in a run folder.
+CANARY = "hf_canaryCANARYcanaryCANARY"
+
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_llama) -> fleetune.Run:
+def run(tmp_path_factory, tiny_llama) -> Iterator[fleetune.Run]:
     folder = tmp_path_factory.mktemp("python")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", CANARY)
+        patch.setenv("WANDB_API_KEY", CANARY)
+        yield trained(folder, tiny_llama)
+
+
+def trained(folder: Path, tiny_llama: Path) -> fleetune.Run:
     return fleetune.train(
         model=tiny_llama,
         data=write_rows(folder / "rows.jsonl", 16),
@@ -44,6 +55,14 @@ def test_training_gives_a_run_with_its_folder_and_summary(run):
     assert (run.folder / "adapter" / "adapter_config.json").exists()
     assert run.summary["steps"] == 2 and run.summary["after"]["rows"] == 4
     assert repr(run) == f"Run({str(run.folder)!r})"
+
+
+def test_a_secret_of_the_environment_is_in_no_file_of_the_run_and_nobody_else_reads_it(run):
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert run.folder.stat().st_mode & 0o077 == 0
+    assert (run.folder / "run.yaml").stat().st_mode & 0o077 == 0
 
 
 def test_evaluating_says_what_the_summary_says(run):

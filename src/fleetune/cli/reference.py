@@ -21,10 +21,12 @@ Every setting of a run is a flag (`--learning-rate 1e-4`; underscores are as goo
 the file, that over the model's preset, and that over the default. A flag given twice: the last wins. What is unknown is an
 error, and all errors are told at once.
 
-A RUN.yaml is flat: one `name: value` a line, without sections, anchors or tags. The `run.yaml` of a run folder is one too.
+A RUN.yaml is flat: one `name: value` a line, without sections or tags. The `run.yaml` of a run folder is one too. Paths are
+read from the folder in which the command is given, also those of a RUN.yaml.
 
 On `--resume`, settings that are not given again stay as they were; those marked *resume* may be changed, any other change is
-refused.
+refused. What is given and could have no effect (`--lora-rank` with `--method full`, `--exact-match` without held-out rows) is an
+error, never passed over.
 """
 
 _EXITS = """## Exit codes
