@@ -25,8 +25,8 @@ A RUN.yaml is flat: one `name: value` a line, without sections or tags. The `run
 read from the folder in which the command is given, also those of a RUN.yaml.
 
 On `--resume`, settings that are not given again stay as they were; those marked *resume* may be changed, any other change is
-refused. What is given and could have no effect (`--lora-rank` with `--method full`, `--exact-match` without held-out rows) is an
-error, never passed over.
+refused. What is given and could have no effect (`--lora-rank` with `--method full`, `--exact-match` without held-out rows) is
+an error, never passed over.
 """
 
 _EXITS = """## Exit codes
