@@ -19,6 +19,8 @@ from fleetune.spec.run_folder import RunFolder, read_lines
 
 #: The code of this checkout and its tests, for processes that are started.
 PYTHONPATH = f"{Path(__file__).resolve().parents[2] / 'src'}:{Path(__file__).resolve().parents[1]}"
+#: Supervisors in processes of their own; the fixture `no_leftovers` ends those that a failed test has left.
+STARTED: list[subprocess.Popen[str]] = []
 #: Short enough for tests; the times are measured with real clocks.
 PATIENCE = Patience(restarts=2, backoff_s=0.1, backoff_limit_s=1.0, peers_s=1.0, cleanup_s=1.5, save_s=20.0)
 
@@ -58,7 +60,7 @@ class TinyRun:
 
     def start(self, num_processes: int = 1, then: str = "ok") -> subprocess.Popen[str]:
         """In a process of its own."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "launch.starter", str(self.folder.path), str(num_processes), then],
             env={**os.environ, "PYTHONPATH": PYTHONPATH},
             stdout=subprocess.PIPE,
@@ -66,6 +68,8 @@ class TinyRun:
             text=True,
             start_new_session=True,
         )
+        STARTED.append(process)
+        return process
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in read_lines(self.folder.events) if row["event"] == kind]

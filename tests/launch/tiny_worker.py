@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
             from fleetune.parallel.world import World
 
             world = World.join(attempt=attempt, timeout_s=60)
-        step = run_steps(folder, attempt, rank, plan, world)
-        if _stop:
+        step, stopped = run_steps(folder, attempt, rank, plan, world)
+        if stopped:
             save(folder, step)
             return end(folder, attempt, rank, "preempted", f"saved after step {step}", 75)
         return finish(folder, attempt, rank, plan)
@@ -53,18 +53,16 @@ def main(arguments: list[str]) -> int:
         return end(folder, attempt, rank, "crash", f"{type(error).__name__}: {error}", 1)
 
 
-def run_steps(folder: RunFolder, attempt: int, rank: int, plan: dict[str, Any], world: Any) -> int:
-    global _stop
+def run_steps(folder: RunFolder, attempt: int, rank: int, plan: dict[str, Any], world: Any) -> tuple[int, bool]:
+    """(the last step made, whether some rank was asked to stop)."""
     first = plan.get("first", 0)
     for step in range(first + 1, first + plan.get("steps", 0) + 1):
         time.sleep(plan.get("step_s", 0.0))
-        if world is not None:
-            _stop = world.any(_stop)
-        if _stop:
-            return step - 1
+        if world.any(_stop) if world is not None else _stop:
+            return step - 1, True
         if rank == 0:
             append_line(folder.ledger, {"attempt": attempt, "step": step})
-    return first + plan.get("steps", 0)
+    return first + plan.get("steps", 0), False
 
 
 def finish(folder: RunFolder, attempt: int, rank: int, plan: dict[str, Any]) -> int:
@@ -91,7 +89,7 @@ def finish(folder: RunFolder, attempt: int, rank: int, plan: dict[str, Any]) -> 
 
 def save(folder: RunFolder, step: int) -> None:
     checkpoint = folder.checkpoints / f"step-{step:06d}"
-    checkpoint.mkdir()
+    checkpoint.mkdir(exist_ok=True)
     (checkpoint / "manifest.json").write_text("{}")
 
 
