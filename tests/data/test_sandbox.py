@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -78,8 +77,8 @@ def test_rendering_works_outside_of_the_main_thread() -> None:
     assert found == ["2"]
 
 
-def test_the_environment_of_the_process_is_out_of_reach() -> None:
-    os.environ["FLEETUNE_TEST_SECRET"] = "canary-7351"
+def test_the_environment_of_the_process_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THIS_PROCESS", "canary-7351")
     for source in ("{{ self }}", "{{ cycler.__init__.__globals__.os.environ }}", "{{ lipsum.__globals__ }}", "{{ environ }}"):
         try:
             assert "canary-7351" not in Template(source, {}).render(MESSAGES, None)[0]

@@ -182,14 +182,16 @@ def make_engine(spec: RunSpec, prepared: Prepared, model: CausalModel, world: Wo
     """The engine over this rank's model: `native`, in its replicate form."""
     from fleetune.models.objective import TokenLoss
     from fleetune.parallel.native import NativeEngine, StepSettings, forward_of
-    from fleetune.training.optimizers import AdamWSettings, adamw
+    from fleetune.training.optimizers import OPTIMIZERS, AdamWSettings
 
     optimization = spec.optimization
     return NativeEngine(
         model,
         forward_of(model, TokenLoss()),
         world=world,
-        optimizer=adamw(AdamWSettings(optimization.beta1, optimization.beta2, optimization.epsilon, optimization.weight_decay)),
+        optimizer=OPTIMIZERS[optimization.optimizer](
+            AdamWSettings(optimization.beta1, optimization.beta2, optimization.epsilon, optimization.weight_decay)
+        ),
         settings=StepSettings(gradient_clip=optimization.gradient_clip, precision=prepared.precision),
     )
 

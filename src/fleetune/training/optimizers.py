@@ -42,3 +42,7 @@ def adamw(settings: AdamWSettings) -> Callable[[NamedParameters], torch.optim.Op
         )
 
     return build
+
+
+#: What `--optimizer` chooses from.
+OPTIMIZERS = {"adamw": adamw}
