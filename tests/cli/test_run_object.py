@@ -36,6 +36,7 @@ def trained(folder: Path, tiny_llama: Path) -> fleetune.Run:
         max_steps=2,
         global_batch_size=2,
         sequence_length=64,
+        precision="fp32",
         device="cpu",
         threads=1,
         log_level="warning",
@@ -55,6 +56,14 @@ def test_training_gives_a_run_with_its_folder_and_summary(run):
     assert (run.folder / "adapter" / "adapter_config.json").exists()
     assert run.summary["steps"] == 2 and run.summary["after"]["rows"] == 4
     assert repr(run) == f"Run({str(run.folder)!r})"
+
+
+def test_the_planned_bytes_are_those_that_the_rank_measured(run):
+    planned = json.loads((run.folder / "plan.json").read_text())["rank_memory"]
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    (start,) = [row for row in events if "parameter_bytes" in row][:1]
+    assert start["parameter_bytes"] == planned["frozen_bytes"] + planned["trained_bytes"]
+    assert start["optimizer_bytes"] == planned["optimizer_bytes"]
 
 
 def test_a_secret_of_the_environment_is_in_no_file_of_the_run_and_nobody_else_reads_it(run):
