@@ -27,4 +27,4 @@ def test_an_update_is_the_one_of_the_formula():
         mean = 0.9 * mean + 0.1 * gradient
         square = 0.99 * square + 0.01 * gradient**2
         value -= 0.1 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.99**step)) ** 0.5 + 1e-8)
-    assert abs(float(parameter) - value) < 1e-6
+    assert abs(float(parameter.detach()) - value) < 1e-6

@@ -185,13 +185,12 @@ def make_engine(spec: RunSpec, prepared: Prepared, model: CausalModel, world: Wo
     from fleetune.training.optimizers import OPTIMIZERS, AdamWSettings
 
     optimization = spec.optimization
+    settings = AdamWSettings(optimization.beta1, optimization.beta2, optimization.epsilon, optimization.weight_decay)
     return NativeEngine(
         model,
         forward_of(model, TokenLoss()),
         world=world,
-        optimizer=OPTIMIZERS[optimization.optimizer](
-            AdamWSettings(optimization.beta1, optimization.beta2, optimization.epsilon, optimization.weight_decay)
-        ),
+        optimizer=OPTIMIZERS[optimization.optimizer](settings),
         settings=StepSettings(gradient_clip=optimization.gradient_clip, precision=prepared.precision),
     )
 
