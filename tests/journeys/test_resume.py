@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -81,3 +82,26 @@ def test_what_would_make_it_another_run_is_refused_naming_both_values(golden: Pa
     )
     assert done.returncode == 2
     assert all(word in done.stderr for word in ("seed", "7", "lora", "rank", "8", "4"))
+
+
+def test_a_finished_run_goes_on_for_more_epochs_and_still_verifies(golden: Path, tiny_llama: Path):
+    words = ["train", "--model", tiny_llama, "--data", "rows.jsonl", "--run", "longer", *SMALL, "--global-batch-size", "5"]
+    assert fleetune(*words, "--epochs", "1", cwd=golden).returncode == 0
+    first = len(samples(golden / "longer"))
+    assert fleetune("train", "--run", "longer", "--resume", "--epochs", "2", cwd=golden).returncode == 0
+    assert len(samples(golden / "longer")) > first
+    seen = [sample for step in samples(golden / "longer") for sample in step]
+    assert len(seen) == 2 * 48 and len(set(seen)) == 48
+    verified = fleetune("verify", "longer", cwd=golden)
+    assert verified.returncode == 0, verified.stdout
+
+
+def test_a_ledger_that_leaves_out_a_sample_does_not_verify(golden: Path, tiny_llama: Path):
+    words = ["train", "--model", tiny_llama, "--data", "rows.jsonl", "--run", "forged", *SMALL]
+    assert fleetune(*words, cwd=golden).returncode == 0
+    ledger = golden / "forged" / "ledger.jsonl"
+    rows = rows_of(ledger)
+    rows[3]["samples"][0] = rows[4]["samples"][0]
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    verified = fleetune("verify", "forged", cwd=golden)
+    assert verified.returncode == 3 and "lost 1" in verified.stdout

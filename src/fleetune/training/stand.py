@@ -41,7 +41,8 @@ def go_on(parts: Parts) -> None:
     for refusal in run.checkpoints.refused:
         event(run, "checkpoint_refused", cause=str(refusal))
     warn_of_space(parts)
-    event(run, "start", from_step=progress.step, num_steps=progress.num_steps, **batch_sizes(parts), **sizes(parts))
+    asked = {"from_step": progress.step, "num_steps": progress.num_steps, "last_position": parts.plan.last_position}
+    event(run, "start", **asked, **batch_sizes(parts), **sizes(parts))
     if parts.prepared.validation_store is not None:
         parts.open_validation()
 

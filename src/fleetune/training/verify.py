@@ -11,6 +11,7 @@ from fleetune.spec.run_folder import RunFolder, read_lines
 from fleetune.training.prepared import Prepared
 
 if TYPE_CHECKING:
+    from fleetune.data.plan import SamplePlan
     from fleetune.monitor.ledger import Check, Comparison
 
 
@@ -33,25 +34,33 @@ def ledger_of(run: str) -> RunFolder:
 
 
 def planned(folder: RunFolder) -> tuple[Callable[[int], Sequence[str]], int] | None:
-    """(sample ids of a step, counted from 1; steps of a finished run, else those so far), or None without the rows.
+    """(sample ids of a step, counted from 1; steps of a finished run, else 0), or None without the rows.
 
-    The plan is made anew from the prepared rows and the seed: it owes nothing to what the run wrote down.
+    The order of the samples is made anew from the prepared rows and the seed, and where each start of the run goes on is
+    worked out from the one before: the plan owes nothing to the ledger. Of a start only what it was asked is taken.
     """
-    from fleetune.data.plan import plan_run
+    from fleetune.data.plan import SamplePlan
     from fleetune.data.store import TokenStore
     from fleetune.spec.read import read_run
 
-    starts = [row for row in read_lines(folder.events) if row.get("event") == "start" and "global_batch_size" in row]
+    starts = [row for row in read_lines(folder.events) if row.get("event") == "start" and "last_position" in row]
     if not starts or not folder.prepared.exists():
         return None
     store = TokenStore.open(Path(Prepared.read(folder).store))
-    optimization = read_run(folder).spec.optimization
-    plan = plan_run(
-        store.num_sequences,
-        seed=optimization.seed,
-        global_batch_size=starts[0]["global_batch_size"],
-        epochs=optimization.epochs,
-        max_steps=optimization.max_steps,
-    )
-    finished = folder.summary.exists()
-    return (lambda step: store.sample_ids(plan.step(step - 1))), plan.num_steps if finished else 0
+    seed = read_run(folder).spec.optimization.seed
+    plans: list[SamplePlan] = []
+    for row in starts:
+        first = int(row["from_step"])
+        position = plan_of_step(plans, first - 1).next_position(first - 1) if first else 0
+        size, num_steps, last = (int(row[name]) for name in ("global_batch_size", "num_steps", "last_position"))
+        plans.append(SamplePlan(store.num_sequences, seed, size, num_steps, last, first, position))
+
+    def expected(step: int) -> Sequence[str]:
+        return store.sample_ids(plan_of_step(plans, step - 1).step(step - 1))
+
+    return expected, plans[-1].num_steps if folder.summary.exists() else 0
+
+
+def plan_of_step(plans: Sequence[SamplePlan], step: int) -> SamplePlan:
+    """The plan by which `step` (0-based) was done last: that of the latest start that did not begin behind it."""
+    return next(plan for plan in reversed(plans) if plan.first_step <= step)
