@@ -168,6 +168,9 @@ def largest_difference(module: Any, rows: list[np.ndarray], wanted: list[torch.T
 def load_elsewhere(to: str, folder: Path, prepared: Prepared) -> Any:
     """The export as its user will load it, with nothing of ours."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # it would write over our own words
 
     from fleetune.training.build import torch_dtype
 
