@@ -28,10 +28,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args(argv)
     try:
+        from fleetune.monitor.logs import configure_logging
         from fleetune.spec.read import read_run
 
         folder = RunFolder(arguments.folder)
-        prepare(read_run(folder).spec, folder, device=arguments.device)
+        spec = read_run(folder).spec
+        # Our lines go straight to a person's terminal: no token may be in them, in a library's traceback neither.
+        configure_logging(level=spec.output.log_level)
+        prepare(spec, folder, device=arguments.device)
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
