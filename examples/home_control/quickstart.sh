@@ -3,14 +3,14 @@
 set -eu
 
 mkdir -p "$DATA"
-"$BIN/python" examples/home_control/make.py --seed 0 --rows 600 --out "$DATA/train.jsonl"
+"$BIN/python" examples/home_control/make.py --seed 0 --rows 500 --out "$DATA/train.jsonl"
 "$BIN/python" examples/home_control/make.py --seed 1 --rows 100 --out "$DATA/validation.jsonl"
 
 # An older quickstart makes room; a folder that is no run is left alone.
 if [ -f "$RUN/run.yaml" ]; then rm -rf "$RUN"; fi
 "$BIN/fleetune" train --model smollm2-135m --data "$DATA/train.jsonl" --validation "$DATA/validation.jsonl" \
     --method lora --lora-rank 16 --lora-alpha 32 --learning-rate 2e-3 \
-    --sequence-length 256 --global-batch-size 1 --exact-match --max-new-tokens 64 --run "$RUN"
+    --sequence-length 192 --global-batch-size 1 --exact-match --max-new-tokens 40 --run "$RUN"
 "$BIN/fleetune" export "$RUN" --to merged
 
 cat <<END
