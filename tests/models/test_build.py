@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -92,6 +93,7 @@ def test_frozen_weights_on_the_cpu_are_pages_of_the_file_and_not_a_copy(wide_lla
     assert size > 40 << 20
     batch = train_all(random_batch([30]))
     load_model(wide_llama, dtype="fp32", device=CPU, trainable=False)  # what the first load imports
+    gc.collect()
     before = anonymous_bytes()
     model = load_model(wide_llama, dtype="fp32", device=CPU, trainable=False)
     with torch.no_grad():
@@ -99,8 +101,10 @@ def test_frozen_weights_on_the_cpu_are_pages_of_the_file_and_not_a_copy(wide_lla
     grown = anonymous_bytes() - before
     assert hidden.isfinite().all()
     assert grown < size // 4, f"{grown >> 20} MB of private memory for {size >> 20} MB of frozen weights"
+    gc.collect()  # what earlier tests left must not be freed, and counted against the copy, in between
+    before = anonymous_bytes()
     owned = load_model(wide_llama, dtype="fp32", device=CPU, trainable=True)
-    assert anonymous_bytes() - before > size * 0.9, "the measure must see a private copy"
+    assert anonymous_bytes() - before > size // 2, "the measure must see a private copy"
     del owned
 
 
