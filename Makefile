@@ -42,9 +42,6 @@ lint: $(SETUP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(SETUP)
-	$(BIN)/python -m fleetune.cli.reference > docs/reference.md
-
 # The reference is made from the program itself; a test fails when it is stale.
 docs: $(SETUP)
 	$(BIN)/python -m fleetune.cli.reference > docs/reference.md.new
