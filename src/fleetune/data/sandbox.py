@@ -205,4 +205,13 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:  # somebody else's alarm goes on where it was
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
+            _resume_alarm(left - (time.monotonic() - began), interval)
+
+
+def _resume_alarm(left: float, interval: float) -> None:
+    """One that is due rings here and now: set to a short time instead, a row of renderings would put it off for ever."""
+    if left > 0:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        return
+    signal.setitimer(signal.ITIMER_REAL, interval, interval)
+    signal.raise_signal(signal.SIGALRM)
