@@ -138,3 +138,39 @@ def test_full_fine_tuning_gives_a_model_that_plain_transformers_loads(trained: P
     old = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).state_dict()
     new = AutoModelForCausalLM.from_pretrained(trained / "full" / "model", dtype=torch.float32).state_dict()
     assert set(old) == set(new) and all(not torch.equal(old[name], new[name]) for name in old if name.endswith("proj.weight"))
+
+
+def test_the_result_of_a_model_without_a_template_carries_the_one_it_was_trained_with(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    import tiny
+
+    base = tiny.write_model(tmp_path / "base", "llama")
+    (base / "chat_template.jinja").unlink()
+    write_rows(tmp_path / "rows.jsonl", 16)
+    done = fleetune("train", "--model", base, "--data", "rows.jsonl", "--run", "run", "--max-steps", "2", *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
+    messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "2 clips."}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False).endswith(f"How many?\n2 clips.{tokenizer.eos_token}")
+    done = fleetune("generate", "run", "How many?", "--max-new-tokens", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_is_asked_with_the_template_it_was_trained_with(tmp_path: Path, tiny_llama: Path):
+    """Not with the base model's: the held-out loss of both would differ."""
+    (tmp_path / "own.jinja").write_text(
+        "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    write_rows(tmp_path / "rows.jsonl", 16)
+    write_rows(tmp_path / "held_out.jsonl", 6, first=100)
+    done = fleetune(
+        "train", "--model", tiny_llama, "--data", "rows.jsonl", "--validation", "held_out.jsonl", "--run", "run",
+        "--max-steps", "2", "--chat-template", "own.jinja", *SMALL, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    done = fleetune("evaluate", "run", "--data", "held_out.jsonl", "--sequence-length", "64", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    after = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
+    assert json.loads(done.stdout)["loss"] == pytest.approx(after["loss"], rel=1e-5)

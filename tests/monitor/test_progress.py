@@ -48,6 +48,19 @@ def new_lines(stream: io.StringIO) -> list[str]:
     return text.splitlines()
 
 
+def test_an_evaluation_says_how_far_it_is(folder: RunFolder) -> None:
+    stream = io.StringIO()
+    view = ProgressView(folder, stream=stream)
+    with Monitor(folder, attempt=0) as monitor:
+        monitor.event("evaluating", what="answering held-out rows", done=0, total=100)
+        monitor.event("evaluating", what="answering held-out rows", done=32, total=100)
+    view.poll()
+    assert new_lines(stream) == [
+        "evaluating: answering held-out rows (100)",
+        "evaluating: answering held-out rows (32 of 100)",
+    ]
+
+
 def test_without_a_terminal_there_is_one_plain_line_a_step(folder: RunFolder) -> None:
     stream = io.StringIO()
     view = ProgressView(folder, stream=stream, total_steps=20)
@@ -75,7 +88,7 @@ def test_the_last_line_says_what_was_done(folder: RunFolder) -> None:
     stream = io.StringIO()
     with ProgressView(folder, stream=stream, total_steps=20):
         record(folder, 0, range(1, 4))
-    assert re.fullmatch(r"3 of 20 steps, 3,000 tokens in 0\.\d s, last loss 2\.7000", new_lines(stream)[-1])
+    assert re.fullmatch(r"3 of 20 steps, 3,000 tokens in 0\.\d s from start to end, last loss 2\.7000", new_lines(stream)[-1])
     with ProgressView(folder, stream=stream):
         pass
     assert new_lines(stream)[-1].startswith("no step was made")

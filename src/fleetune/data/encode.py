@@ -59,13 +59,16 @@ class Encoder:
         constants = dict(tokenizer.special_tokens_map)
         try:
             if tokenizer.chat_template is None:
-                template = plain_template(starts_with_bos=self.bos is not None and self.bos in self.start)
-                return ChatFormat(template, constants, is_plain=True)
+                return ChatFormat(self.plain_template(), constants, is_plain=True)
             template = tokenizer.get_chat_template()
             with_tools = tokenizer.get_chat_template(tools=[{}])
             return ChatFormat(template, constants, tool_template=with_tools if with_tools != template else None)
         except (Refused, ValueError) as error:
             raise UserError(f"{error}: give another one with --chat-template FILE") from error
+
+    def plain_template(self) -> str:
+        """The chat template of a tokenizer that has none: rows are written with it, so whoever asks the model needs it too."""
+        return plain_template(starts_with_bos=self.bos is not None and self.bos in self.start)
 
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
         """Plain texts, trained from the first to the last token, which is the end of text. Control tokens stay text."""

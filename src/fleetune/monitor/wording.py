@@ -42,6 +42,9 @@ def event_line(row: Row) -> str:
         done = f"after step {step}" if step else "from the beginning"
         delay = f" in {duration(row['delay_s'])}" if row.get("delay_s") else ""
         return f"warning: starting again{delay}, going on {done}"
+    if kind == "evaluating":
+        so_far = f"{row['done']} of " if row.get("done") else ""
+        return f"evaluating: {_line(row.get('what'))} ({so_far}{row.get('total')})"
     where = f" at step {step}" if step is not None else ""
     why = f": {_line(cause)}" if cause else ""
     rest = ", ".join(f"{key} {_line(value)}" for key, value in row.items() if key not in _ORIGIN and key != "cause")
@@ -80,9 +83,8 @@ def final_line(row: Row | None, *, total_steps: int | None, seconds: float, toke
         return f"no step was made ({duration(seconds)})"
     of = f" of {total_steps}" if total_steps and row["step"] < total_steps else ""
     restarts = f", {plural(num_restarts, 'restart')}" if num_restarts else ""
-    return (
-        f"{row['step']}{of} steps, {count(tokens)} tokens in {duration(seconds)}, last loss {number(row.get('loss'))}{restarts}"
-    )
+    took = f"{duration(seconds)} from start to end"
+    return f"{row['step']}{of} steps, {count(tokens)} tokens in {took}, last loss {number(row.get('loss'))}{restarts}"
 
 
 def _line(value: Any) -> str:

@@ -31,7 +31,8 @@ def _trained(plan: Plan) -> str:
 def _step(plan: Plan) -> str:
     batches = plan.batches
     many = "1 micro-batch" if batches.num_micro_batches == 1 else f"{batches.num_micro_batches} micro-batches"
-    said = f"{batches.global_batch_size} sequences = {many} of {batches.micro_batch_size}"
+    sequences = "1 sequence" if batches.global_batch_size == 1 else f"{batches.global_batch_size} sequences"
+    said = f"{sequences} = {many} of {batches.micro_batch_size}"
     if batches.global_batch_size % batches.micro_batch_size:
         said += " (the last one smaller)"
     each = " + ".join(map(str, batches.shares))

@@ -15,6 +15,13 @@ import numpy as np
 #: generate(prompts: list of token lists, max_new_tokens) -> the new tokens of each, to the end of the turn.
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
+#: Is told how far a long evaluation is: (what is being done, rows that are done, rows in all).
+Tell = Callable[[str, int, int], None]
+
+
+def nobody(what: str, done: int, total: int) -> None:
+    """Where nobody is told."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -56,11 +63,18 @@ def question_of(sample: str, tokens: np.ndarray, trained: np.ndarray) -> Questio
 
 
 def ask(
-    questions: Sequence[Question], generate: Generate, tokenizer: Any, *, max_new_tokens: int, batch: int
+    questions: Sequence[Question],
+    generate: Generate,
+    tokenizer: Any,
+    *,
+    max_new_tokens: int,
+    batch: int,
+    tell: Tell = nobody,
 ) -> Iterator[Reply]:
     """Answers to the questions, in batches of similar length (padding is work), in the order they come out."""
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
     for start in range(0, len(order), batch):
+        tell("answering held-out rows", start, len(order))
         chosen = [questions[index] for index in order[start : start + batch]]
         longest = min(max_new_tokens, 2 * max(len(question.answer) for question in chosen) + 16)
         for question, said in zip(chosen, generate([list(q.prompt) for q in chosen], longest)):

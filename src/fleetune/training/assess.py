@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from fleetune.spec.records import MicroBatch
-from fleetune.training.answers import Generate, Question, Reply, ask
+from fleetune.training.answers import Generate, Question, Reply, Tell, ask, nobody
 
 #: Prompts answered at once: enough to fill the matrix products, few enough for a laptop's memory.
 ANSWER_BATCH = 32
@@ -74,11 +74,18 @@ def held_out_loss(
 
 
 def answer_all(
-    questions: Sequence[Question], generate: Generate, tokenizer: Any, ranks: Ranks, *, max_new_tokens: int
+    questions: Sequence[Question],
+    generate: Generate,
+    tokenizer: Any,
+    ranks: Ranks,
+    *,
+    max_new_tokens: int,
+    tell: Tell = nobody,
 ) -> list[Reply]:
-    """All ranks answer their share; every rank gets all replies, in the order of the rows."""
+    """All ranks answer their share; every rank gets all replies, in the order of the rows. `tell` hears of this rank's own."""
     mine = questions[ranks.data_rank :: ranks.data_ranks]
-    replies = [asdict(reply) for reply in ask(mine, generate, tokenizer, max_new_tokens=max_new_tokens, batch=ANSWER_BATCH)]
+    said = ask(mine, generate, tokenizer, max_new_tokens=max_new_tokens, batch=ANSWER_BATCH, tell=tell)
+    replies = [asdict(reply) for reply in said]
     found = {reply["sample"]: Reply(**reply) for part in ranks.gather_json(replies) for reply in part}
     return [found[question.sample] for question in questions]
 

@@ -62,11 +62,11 @@ class Parts:
     def tokenizer(self) -> Any:
         """Loaded when somebody reads or writes text: the training itself needs none."""
         from fleetune.models.tokenizer import load_tokenizer
+        from fleetune.training.sources import template_file
 
-        weights = self.spec.weights
-        return load_tokenizer(
-            Path(self.prepared.model_folder), chat_template=weights.chat_template, allow_remote_code=weights.allow_remote_code
-        )
+        weights, prepared = self.spec.weights, self.prepared
+        template = template_file(weights.chat_template, prepared.adapter_folder)
+        return load_tokenizer(Path(prepared.model_folder), chat_template=template, allow_remote_code=weights.allow_remote_code)
 
     def steps(self) -> Iterator[StepBatch]:
         """This rank's batches, from where the run stands to its end."""
@@ -93,6 +93,7 @@ class Parts:
             stop_requested=run.stop_requested,
             tokenizer=lambda: self.tokenizer,
             max_new_tokens=output.max_new_tokens if output.exact_match else None,
+            tell=self._tell_evaluating,
         )
         run.evaluate = self.held_out.loss
         if run.progress.step == 0:
@@ -104,6 +105,10 @@ class Parts:
             if run.monitor is not None:
                 run.monitor.validation(0, before.loss, before.perplexity)
                 write_json(self.folder.path / "before.json", {"replies": self.held_out.replies_json()})
+
+    def _tell_evaluating(self, what: str, done: int, total: int) -> None:
+        if self.run.monitor is not None:
+            self.run.monitor.event("evaluating", what=what, done=done, total=total)
 
     def replies_before(self) -> list[dict[str, Any]]:
         path = self.folder.path / "before.json"

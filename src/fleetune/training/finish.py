@@ -66,9 +66,19 @@ def write_result(parts: Parts) -> Path:
         with published(folder) as temporary:
             names = parts.model.save(tensors, temporary, base_model=parts.base_model_name())
             check_saved(temporary, names)
-            parts.tokenizer.save_pretrained(temporary)
+            tokenizer_to_publish(parts).save_pretrained(temporary)
     parts.run.world.barrier()
     return folder
+
+
+def tokenizer_to_publish(parts: Parts) -> Any:
+    """The tokenizer with the template that the rows were written with: a model without one of its own needs it from now on."""
+    from fleetune.data.encode import Encoder
+
+    tokenizer = parts.tokenizer
+    if tokenizer.chat_template is None and parts.prepared.has_conversations:
+        tokenizer.chat_template = Encoder(tokenizer).plain_template()
+    return tokenizer
 
 
 def write_summary(parts: Parts, folder: Path, step: int, after: dict[str, Any] | None, replies: list[Reply]) -> None:

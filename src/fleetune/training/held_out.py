@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetune.training.answers import Reply
+from fleetune.training.answers import Reply, Tell, nobody
 from fleetune.training.assess import Assessment, answer_all, assessment, held_out_loss
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class HeldOut:
     """Held-out rows with what is needed to evaluate a live model on them. Every method is called by all ranks.
 
     tokenizer: gives the tokenizer when replies are decoded. max_new_tokens: None where no exact match was asked for.
+    tell: hears how far `assess` is.
     """
 
     store: TokenStore
@@ -32,6 +33,7 @@ class HeldOut:
     stop_requested: Callable[[], bool]
     tokenizer: Callable[[], Any]
     max_new_tokens: int | None = None
+    tell: Tell = nobody
     replies: list[Reply] = field(default_factory=list)
 
     @staticmethod
@@ -57,6 +59,7 @@ class HeldOut:
         from fleetune.training.evaluation import end_tokens, questions_of
         from fleetune.training.generation import greedy
 
+        self.tell("held-out loss", 0, len(self.store.documents))
         loss, trained_tokens = self.loss()
         self.replies = []
         if self.max_new_tokens is not None:
@@ -64,7 +67,9 @@ class HeldOut:
             tokenizer = self.tokenizer()
             generate = greedy(self.model, tokenizer, also_stop_at=end_tokens(questions, tokenizer))
             self.model.eval()
-            self.replies = answer_all(questions, generate, tokenizer, self.world, max_new_tokens=self.max_new_tokens)
+            self.replies = answer_all(
+                questions, generate, tokenizer, self.world, max_new_tokens=self.max_new_tokens, tell=self.tell
+            )
         return assessment(loss, trained_tokens, len(self.store.documents), self.replies)
 
     def replies_json(self) -> list[dict[str, Any]]:

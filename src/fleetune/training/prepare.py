@@ -76,6 +76,7 @@ def prepare(spec: RunSpec, folder: RunFolder, *, device: str) -> Prepared:
         precision=source.precision,
         device=device,
         num_sequences=data.num_sequences,
+        has_conversations=any(file.shape != "text" for file in data.report.files),
     )
     prepared.write(folder)
     return prepared

@@ -14,7 +14,7 @@ class Prepared:
     model_folder: an ordinary model folder, weights in the dtype they are used in. hub_id: the hub's name of the model, where
     it came from there. adapter_folder: an adapter to go on with. store, validation_store: token stores.
     data_fingerprint: content of data, tokenizer, template, options and code version.
-    precision: `fp32`, `bf16` or `fp16`, resolved.
+    precision: `fp32`, `bf16` or `fp16`, resolved. has_conversations: whether any row was written with a chat template.
     """
 
     model_folder: str
@@ -28,6 +28,7 @@ class Prepared:
     precision: str
     device: str
     num_sequences: int
+    has_conversations: bool
 
     def write(self, folder: RunFolder) -> None:
         write_json(folder.prepared, asdict(self))

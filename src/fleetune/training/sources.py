@@ -72,12 +72,21 @@ def probe(device: str) -> str:
 def tokenizer_of(source: ModelSource, request: ModelRequest) -> Any:
     from fleetune.models.tokenizer import load_tokenizer
 
-    return load_tokenizer(source.folder, chat_template=request.chat_template, allow_remote_code=request.allow_remote_code)
+    template = template_file(request.chat_template, source.adapter)
+    return load_tokenizer(source.folder, chat_template=template, allow_remote_code=request.allow_remote_code)
+
+
+def template_file(asked_for: str | None, adapter: Path | str | None) -> Path | None:
+    """The chat template that replaces the model's own: the one asked for, else the one that the adapter was trained with."""
+    if asked_for is not None:
+        return Path(asked_for)
+    own = Path(adapter) / "chat_template.jinja" if adapter is not None else None
+    return own if own is not None and own.is_file() else None
 
 
 def rows_fingerprint(source: ModelSource, request: ModelRequest) -> str:
     """What the tokenised rows depend on beside the rows: tokenizer and chat template, known without loading them."""
     from fleetune.data.keys import tokenizer_fingerprint
 
-    template = Path(request.chat_template).read_text(encoding="utf-8") if request.chat_template else None
-    return tokenizer_fingerprint(source.folder, template)
+    file = template_file(request.chat_template, source.adapter)
+    return tokenizer_fingerprint(source.folder, file.read_text(encoding="utf-8") if file else None)
