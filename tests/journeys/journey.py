@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 #: Small enough for seconds, long enough for several steps and epochs.
-SMALL = ["--sequence-length", "64", "--global-batch-size", "4", "--learning-rate", "1e-2"]
+SMALL = ["--sequence-length", "64", "--global-batch-size", "4", "--learning-rate", "1e-2", "--precision", "fp32"]
 
 
 def fleetune(*words: str | Path, cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:

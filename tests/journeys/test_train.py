@@ -130,7 +130,8 @@ def test_full_fine_tuning_gives_a_model_that_plain_transformers_loads(trained: P
 
     done = fleetune(
         "train", "--model", tiny_llama, "--data", "rows.jsonl", "--validation", "held_out.jsonl", "--run", "full",
-        "--method", "full", "--learning-rate", "5e-3", "--epochs", "2", "--sequence-length", "64", cwd=trained,
+        "--method", "full", "--learning-rate", "5e-3", "--epochs", "2", "--sequence-length", "64", "--precision", "fp32",
+        cwd=trained,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summary = json.loads((trained / "full" / "summary.json").read_text())
@@ -174,3 +175,18 @@ def test_a_run_is_asked_with_the_template_it_was_trained_with(tmp_path: Path, ti
     assert done.returncode == 0, done.stderr
     after = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
     assert json.loads(done.stdout)["loss"] == pytest.approx(after["loss"], rel=1e-5)
+
+
+def test_the_precision_of_a_run_is_that_of_its_figures_too(tmp_path: Path, tiny_llama: Path):
+    """Evaluated in what it was trained in, whatever this machine would choose; in 16 bits the loss is another one."""
+    write_rows(tmp_path / "rows.jsonl", 16)
+    write_rows(tmp_path / "held_out.jsonl", 6, first=100)
+    for precision in ("fp32", "bf16"):
+        done = fleetune(
+            "train", "--model", tiny_llama, "--data", "rows.jsonl", "--validation", "held_out.jsonl", "--run", precision,
+            "--max-steps", "2", "--sequence-length", "64", "--precision", precision, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        done = fleetune("evaluate", precision, "--data", "held_out.jsonl", "--sequence-length", "64", "--json", cwd=tmp_path)
+        after = json.loads((tmp_path / precision / "summary.json").read_text())["after"]
+        assert json.loads(done.stdout)["loss"] == pytest.approx(after["loss"], rel=1e-6)

@@ -27,7 +27,7 @@ from fleetune.models.weight_files import (
     weight_files,
 )
 from fleetune.spec.errors import UserError
-from fleetune.spec.run_folder import RunFolder
+from fleetune.spec.run_folder import RunFolder, read_json
 from fleetune.spec.safetensors_header import INDEX_FILE, SINGLE_FILE
 
 _GGUF_MAGIC = b"GGUF"
@@ -40,7 +40,8 @@ class Located:
     """A model that exists on this machine.
 
     kind: what `path` is. name: short, fit for a run folder's name. source: where it came from, for people. adapter: a PEFT
-    adapter folder to put on top. revision: the hub commit, where it came from the hub.
+    adapter folder to put on top. revision: the hub commit, where it came from the hub. precision: what a run was trained in:
+    its result is read in it too, so that its figures are found again.
     """
 
     kind: Literal["folder", "gguf"]
@@ -50,6 +51,7 @@ class Located:
     adapter: Path | None = None
     revision: str | None = None
     preset: Preset | None = None
+    precision: str | None = None
 
     @cached_property
     def base_fingerprint(self) -> str:
@@ -170,8 +172,9 @@ def _locate_run(path: Path, request: _Request) -> Located:
     """The result of a run: its best checkpoint if it was validated, else its last (whichever the run gave back)."""
     run = RunFolder(path)
     name, source = _short(path.resolve().name), f"the run {path}"
+    precision = read_json(run.prepared)["precision"] if run.prepared.is_file() else None
     if run.model.is_dir():
-        return _check_folder(run.model, name=name, source=source)
+        return dataclasses.replace(_check_folder(run.model, name=name, source=source), precision=precision)
     if not (run.adapter / ADAPTER_CONFIG).is_file():
         raise UserError(
             f"the run {path} has no result yet (neither adapter/ nor model/ is there): let it end, with "
@@ -181,7 +184,7 @@ def _locate_run(path: Path, request: _Request) -> Located:
 
     weights = read_run(run).spec.weights
     base = _locate_base(weights.model, request, revision=weights.revision, asked_by=f"the run {path}")
-    return _with_adapter(base, run.adapter, name=name, source=source)
+    return dataclasses.replace(_with_adapter(base, run.adapter, name=name, source=source), precision=precision)
 
 
 def _locate_adapter(folder: Path, request: _Request, *, name: str, source: str) -> Located:

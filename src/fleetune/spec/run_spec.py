@@ -64,7 +64,9 @@ class WeightsSection(_Section):
         False, "Run Python files that come with the model. They can do anything you can; their names are printed first."
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _field(
-        "auto", "Number format of the forward and backward pass. auto: the fastest exact enough one, by probing the device."
+        "auto",
+        "Number format of the forward and backward pass. auto: the fastest exact enough one, by probing the device; of a run's "
+        "result, the one it was trained in.",
     )
     chat_template: str | None = _field(None, "A Jinja file to use instead of the model's own chat template.")
 

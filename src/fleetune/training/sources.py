@@ -48,7 +48,7 @@ def prepare_source(request: ModelRequest, *, device: str) -> ModelSource:
         offline=request.offline,
         allow_remote_code=request.allow_remote_code,
     )
-    precision = request.precision if request.precision != "auto" else probe(device)
+    precision = request.precision if request.precision != "auto" else located.precision or probe(device)
     # What is trained in full is held in fp32, whatever it computes in: only frozen weights rest in the compute type.
     dtype = "fp32" if request.trainable else precision
     prepared = prepare_model(located, dtype=dtype, allow_remote_code=request.allow_remote_code)
