@@ -13,6 +13,7 @@ import torch
 from fleetune.parallel.native import forward_of
 from fleetune.parallel.world import World
 from fleetune.spec.errors import UserError
+from fleetune.spec.layout import Layout
 from parallel import toy
 
 
@@ -29,6 +30,20 @@ def talk(world: World) -> dict[str, Any]:
     }
     world.barrier()
     answer["bytes"] = world.bytes_sent - before
+    return answer
+
+
+def in_layouts(world: World) -> dict[str, Any]:
+    """What a rank of two is told under each layout of two."""
+    answer = {}
+    for layout in (Layout(replicate=2), Layout(shard=2), Layout(tensor=2), Layout(pipeline=2)):
+        inside = World(world.place, world.device, layout)
+        mesh = inside.mesh
+        answer[layout.describe()] = {
+            "share": [inside.data_rank, inside.data_ranks],
+            "shares": inside.sum_shares([1.0, 10.0 + inside.data_rank]),
+            "mesh": [list(mesh.mesh_dim_names or ()), list(mesh.shape), mesh.get_coordinate()],
+        }
     return answer
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from fleetune.parallel.store import bind
-from fleetune.parallel.world import World
+from fleetune.parallel.world import Place, World
+from fleetune.spec.layout import Layout
 from parallel import cases
 from parallel.ranks import Ranks
 
@@ -26,6 +28,24 @@ def test_every_rank_hears_what_all_have_said(ranks: Ranks, world_size: int) -> N
         assert answer["broadcast"] == {"von": "0", "ä": [1, None]}
         assert answer["gather"] == [{"rank": other, "long": "ü" * (1 + 1000 * other)} for other in range(world_size)]
         assert (answer["bytes"] > 0) == (world_size > 1)
+
+
+def test_a_share_that_several_ranks_have_counts_once(ranks: Ranks) -> None:
+    for rank, answer in enumerate(ranks.run(cases.in_layouts, 2)):
+        axes = ["pipeline", "replicate", "shard", "tensor"]
+        for number, axis in enumerate(axes):
+            shared = axis in ("pipeline", "tensor")
+            said = answer[f"{axis} 2"]
+            assert said["share"] == ([0, 1] if shared else [rank, 2])
+            assert said["shares"] == ([1.0, 10.0] if shared else [2.0, 21.0])
+            place = [0, 0, 0, 0]
+            place[number] = rank
+            assert said["mesh"] == [axes, [2 if other == axis else 1 for other in axes], place]
+
+
+def test_a_layout_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="shard 2 is no layout of 1 processes"):
+        World(Place(), torch.device("cpu"), Layout(shard=2))
 
 
 def test_counts_are_summed_exactly(ranks: Ranks) -> None:

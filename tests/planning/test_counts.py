@@ -7,6 +7,7 @@ import pytest
 import tiny
 from fleetune.planning.plan import make_plan
 from fleetune.spec.given import flags_given
+from fleetune.spec.layout import Layout
 from fleetune.spec.model_shape import read_shape
 from fleetune.spec.read import resolve
 
@@ -18,7 +19,7 @@ def family(request, tmp_path_factory):
 
 def planned(folder, **values):
     spec = resolve(flags=flags_given({"model": "m", "data": "d", "sequence_length": 128, **values})).spec
-    return make_plan(spec, read_shape(folder), data_ranks=1)
+    return make_plan(spec, read_shape(folder), layout=Layout(1))
 
 
 def load(folder):

@@ -9,6 +9,7 @@ from fleetune.planning.explain import explain
 from fleetune.planning.plan import make_plan
 from fleetune.spec.errors import UserError
 from fleetune.spec.given import flags_given
+from fleetune.spec.layout import Layout
 from fleetune.spec.model_shape import read_shape
 from fleetune.spec.read import resolve
 
@@ -24,13 +25,13 @@ def spec(**values):
 
 def problems(shape, data_ranks=1, **values):
     with pytest.raises(UserError) as error:
-        make_plan(spec(**values), shape, data_ranks=data_ranks)
+        make_plan(spec(**values), shape, layout=Layout(data_ranks))
     return error.value.problems
 
 
 def test_two_of_the_three_batch_numbers_give_the_third(shape):
     def resolved(data_ranks, **values):
-        plan = make_plan(spec(**values), shape, data_ranks=data_ranks)
+        plan = make_plan(spec(**values), shape, layout=Layout(data_ranks))
         batches = plan.batches
         return batches.global_batch_size, batches.micro_batch_size, batches.gradient_accumulation_steps
 
@@ -79,16 +80,16 @@ def test_a_sequence_longer_than_the_learned_positions_is_refused_and_a_rotary_on
     gpt2 = read_shape(tiny.write_model(tmp_path / "gpt2", "gpt2"))
     (problem,) = problems(gpt2, sequence_length=512)
     assert "256 positions" in problem and "--sequence-length 256" in problem
-    make_plan(spec(sequence_length=256), gpt2, data_ranks=1)
-    (note,) = make_plan(spec(sequence_length=512), shape, data_ranks=1).notes
+    make_plan(spec(sequence_length=256), gpt2, layout=Layout(1))
+    (note,) = make_plan(spec(sequence_length=512), shape, layout=Layout(1)).notes
     assert "longer than the 256 tokens" in note
 
 
 def test_steps_are_known_from_max_steps_or_from_the_rows(shape):
-    assert make_plan(spec(max_steps=7), shape, data_ranks=1, num_sequences=1000).num_steps == 7
-    assert make_plan(spec(epochs=2), shape, data_ranks=1, num_sequences=10).num_steps == 3
-    assert make_plan(spec(epochs=0.5), shape, data_ranks=1, num_sequences=33).num_steps == 3
-    assert make_plan(spec(), shape, data_ranks=1).num_steps is None
+    assert make_plan(spec(max_steps=7), shape, layout=Layout(1), num_sequences=1000).num_steps == 7
+    assert make_plan(spec(epochs=2), shape, layout=Layout(1), num_sequences=10).num_steps == 3
+    assert make_plan(spec(epochs=0.5), shape, layout=Layout(1), num_sequences=33).num_steps == 3
+    assert make_plan(spec(), shape, layout=Layout(1)).num_steps is None
 
 
 def test_steps_agree_with_the_sample_plan(shape):
@@ -102,13 +103,13 @@ def test_steps_agree_with_the_sample_plan(shape):
 
 
 def test_bytes_of_a_rank_by_method_and_precision(shape):
-    full = make_plan(spec(method="full"), shape, data_ranks=2).memory
+    full = make_plan(spec(method="full"), shape, layout=Layout(2)).memory
     count = shape.num_parameters
     assert (full.frozen_bytes, full.trained_bytes, full.gradient_bytes, full.optimizer_bytes) == (
         0, 4 * count, 4 * count, 8 * count,
     )  # fmt: skip
     assert full.total_bytes == 16 * count
-    half = make_plan(spec(precision="bf16"), shape, data_ranks=2)
+    half = make_plan(spec(precision="bf16"), shape, layout=Layout(2))
     assert half.memory.frozen_bytes == 2 * count
     assert half.memory.optimizer_bytes == 8 * half.trainable_parameters
 
@@ -117,13 +118,17 @@ def test_an_adapter_that_goes_on_counts_as_it_is(shape):
     from fleetune.spec.stored_tensor import StoredTensor
 
     adapter = {"a": StoredTensor((3, 5), "F32", 60), "b": StoredTensor((7, 3), "F32", 84)}
-    assert make_plan(spec(lora_rank=64), shape, data_ranks=1, adapter=adapter).trainable_parameters == 36
+    assert make_plan(spec(lora_rank=64), shape, layout=Layout(1), adapter=adapter).trainable_parameters == 36
 
 
 def test_the_plan_is_json_and_is_explained_with_its_numbers(shape):
-    plan = make_plan(spec(max_steps=7, global_batch_size=5, micro_batch_size=1), shape, data_ranks=2)
+    plan = make_plan(spec(max_steps=7, global_batch_size=5, micro_batch_size=1), shape, layout=Layout(2))
     said = json.loads(json.dumps(plan.to_json()))
-    assert said["layout"] == "replicate" and said["shares"] == [3, 2] and said["gradient_accumulation_steps"] == 3
+    assert (
+        said["layout"] == {"replicate": 2, "shard": 1, "tensor": 1, "pipeline": 1}
+        and said["shares"] == [3, 2]
+        and said["gradient_accumulation_steps"] == 3
+    )
     assert said["trainable_parameters"] == plan.trainable_parameters
     assert said["rank_memory"]["gradient_bytes"] == 4 * plan.trainable_parameters
     text = "\n".join(f"{what}: {value}" for what, value in explain(plan))
@@ -151,6 +156,6 @@ def test_a_gguf_of_an_unknown_family_is_planned_without_names(tmp_path):
     path.write_bytes(head + b"".join(keys) + b"".join(tensors) + b"\0" * 20_000)
     shape = read_shape(path)
     assert shape.num_parameters == 3200 + 1024 + 32
-    assert make_plan(spec(), shape, data_ranks=1).trainable_parameters == 8 * 64
-    assert make_plan(spec(lora_targets="q_proj"), shape, data_ranks=1).trainable_parameters is None
+    assert make_plan(spec(), shape, layout=Layout(1)).trainable_parameters == 8 * 64
+    assert make_plan(spec(lora_targets="q_proj"), shape, layout=Layout(1)).trainable_parameters is None
     assert Path(path).exists()

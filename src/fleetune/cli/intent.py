@@ -19,6 +19,7 @@ from fleetune.planning.plan import Plan, divide_step, make_plan
 from fleetune.spec.agreement import against_adapter, without_effect
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.given import Source, environment_given, file_given, preset_given
+from fleetune.spec.layout import Layout, derive_layout
 from fleetune.spec.model_shape import read_shape
 from fleetune.spec.read import Resolved, read_run, resolve
 from fleetune.spec.resume import check_resume
@@ -67,7 +68,8 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
     problems += [*without_effect(resolved), *_absent_packages()] if is_start else []
     located = attempt(lambda: _located(spec))
     # Without a model the plan cannot be made, but the division of a step can be checked all the same.
-    plan = attempt(lambda: _planned(spec, located, num_processes) if located else divide_step(spec, num_processes))
+    layout = attempt(lambda: derive_layout(spec.layout.axes(), num_processes)) or Layout(replicate=num_processes)
+    plan = attempt(lambda: _planned(spec, located, layout, device) if located else divide_step(spec, layout))
     if located is not None and located.adapter is not None:
         problems += against_adapter(resolved, read_json_object(located.adapter / "adapter_config.json"))
     resolved = _absolute(resolved, located)
@@ -124,9 +126,9 @@ def _located(spec: RunSpec) -> Located:
     return located
 
 
-def _planned(spec: RunSpec, located: Located, num_processes: int) -> Plan:
+def _planned(spec: RunSpec, located: Located, layout: Layout, device: str) -> Plan:
     adapter = read_header(located.adapter / "adapter_model.safetensors") if located.adapter else None
-    return make_plan(spec, read_shape(located.path), data_ranks=num_processes, adapter=adapter)
+    return make_plan(spec, read_shape(located.path), layout=layout, device=device, adapter=adapter)
 
 
 def _absent_packages() -> list[str]:

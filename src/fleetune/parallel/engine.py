@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from fleetune.parallel.held import Held
 from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ class Engine(Protocol):
 
     def fingerprint(self) -> str:
         """A hash of all trained parameters: equal where they are equal to the last bit."""
+
+    def held(self) -> Held:
+        """What this rank holds of the training state. No collective takes place."""
 
     def close(self) -> None:
         """Let go of memory. No collective takes place."""

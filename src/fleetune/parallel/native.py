@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 
+from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.gradients import FlatGradients
+from fleetune.parallel.held import Held, held_by
 from fleetune.parallel.loss_scale import LossScale
 from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
 from fleetune.parallel.world import World
@@ -33,6 +35,10 @@ _SCALE_NAME, _SCALE_ROLE = "loss_scale", "engine"
 
 class TrainedModel(Protocol):
     """What the engine must know of a model beside its forward."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """All parameters, frozen ones too."""
 
     def trained(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """(name, parameter) of everything that is trained, each once; fp32, on one device, the same on all ranks."""
@@ -58,6 +64,17 @@ def forward_of(model: CausalModel, objective: TokenLoss) -> Forward:
         return objective(model.hidden(laid_out), laid_out, model.head)
 
     return forward
+
+
+def build(request: EngineRequest) -> Built:
+    """The whole model on every rank, and the engine over it."""
+    from fleetune.models.objective import TokenLoss
+    from fleetune.models.wanted import load_whole
+
+    model = load_whole(request.model, request.world.device)
+    forward = forward_of(model, TokenLoss())
+    engine = NativeEngine(model, forward, world=request.world, optimizer=request.optimizer, settings=request.settings)
+    return Built(model, engine)
 
 
 @final
@@ -158,6 +175,9 @@ class NativeEngine:
             digest.update(f"{name}{tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    def held(self) -> Held:
+        return held_by(self._model.module.parameters(), self._optimizer)
 
     def close(self) -> None:
         self._gradients.detach()

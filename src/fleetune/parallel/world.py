@@ -9,10 +9,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
+
+from fleetune.spec.layout import Coordinates, Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: `host:port` of our store process, set by our agent. Absent under somebody else's torchrun.
 STORE_VARIABLE = "FLEETUNE_STORE"
@@ -58,16 +64,20 @@ class World:
     Every method but `leave` is collective: all ranks call it, in the same order. Messages are JSON in byte tensors over
     gloo on the CPU, so they neither wait for a GPU nor unpickle anything. Where a peer dies, they raise RuntimeError.
 
+    layout: how the model is spread over the ranks; without one, each holds all of it (`replicate`).
     bytes_sent: bytes that this rank has given to collectives since it joined.
     """
 
-    def __init__(self, place: Place, device: torch.device) -> None:
+    def __init__(self, place: Place, device: torch.device, layout: Layout | None = None) -> None:
+        self.layout = layout or Layout(replicate=place.world_size)
+        if self.layout.world_size != place.world_size:
+            raise ValueError(f"{self.layout.describe()} is no layout of {place.world_size} processes")
         self.place = place
         self.device = device
         self.bytes_sent = 0
 
     @staticmethod
-    def join(*, attempt: int = 0, device: str = "cpu", timeout_s: float = 1800.0) -> World:
+    def join(*, attempt: int = 0, device: str = "cpu", layout: Layout | None = None, timeout_s: float = 1800.0) -> World:
         """Find the other ranks, through the environment that an agent has set. All ranks of the attempt.
 
         device: `cpu` or `cuda`; each process of a node takes its own GPU. timeout_s: a collective in which a peer hangs
@@ -79,7 +89,7 @@ class World:
             torch.cuda.set_device(where)
         if place.world_size > 1:
             _join_group(place, attempt, where.type, timedelta(seconds=timeout_s))
-        return World(place, where)
+        return World(place, where, layout)
 
     @property
     def rank(self) -> int:
@@ -99,13 +109,29 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which share of every step is this rank's."""
-        return self.place.rank
+        """Which share of every step is this rank's; its tensor and pipeline peers have the same."""
+        return self.layout.data_rank(self.place.rank)
 
     @property
     def data_ranks(self) -> int:
         """Into how many shares a step is divided."""
-        return self.place.world_size
+        return self.layout.data_ranks
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands in the layout."""
+        return self.layout.coordinates(self.place.rank)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as torch's mesh, with the layout's axes by name; making it makes its groups, so all ranks ask first at the
+        same point. Raises RuntimeError in a world of one without a process group."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not dist.is_initialized():
+            raise RuntimeError("a mesh needs a process group, and a world of one has none")
+        sizes = self.layout.sizes()
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
@@ -118,6 +144,10 @@ class World:
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in double precision: counts are exact up to 2**53."""
         return self._reduce(values, dist.ReduceOp.SUM)
+
+    def sum_shares(self, values: Sequence[float]) -> list[float]:
+        """Sums over the data ranks, on every rank: where tensor or pipeline peers say the same of one share, it counts once."""
+        return self.sum(values if self.layout.speaks(self.rank) else [0.0] * len(values))
 
     def max(self, values: Sequence[float]) -> list[float]:
         """The largest of each over all ranks."""

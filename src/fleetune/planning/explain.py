@@ -8,6 +8,8 @@ from fleetune.planning.plan import Plan
 def explain(plan: Plan) -> list[tuple[str, str]]:
     """(what, value) of everything that the plan knows, for a person."""
     lines = [("model", f"{plan.model_type}, {plan.num_parameters:,} parameters"), ("trained", _trained(plan))]
+    if plan.layout.world_size > 1:
+        lines.append(("layout", f"{plan.layout.describe()} on {plan.layout.world_size} processes"))
     lines.append(("step", _step(plan)))
     if plan.memory is not None:
         memory, up_to = plan.memory, "at most " if plan.precision == "auto" and plan.memory.frozen_bytes else ""
@@ -38,9 +40,10 @@ def _step(plan: Plan) -> str:
     each = " + ".join(map(str, batches.shares))
     if len(set(batches.shares)) == 1:
         each = str(batches.shares[0])
-    ranks = "1 process" if plan.data_ranks == 1 else f"each of {plan.data_ranks} processes"
+    sharers = "processes" if plan.data_ranks == plan.layout.world_size else "data ranks"
+    ranks = f"each of {plan.data_ranks} {sharers}" if plan.layout.world_size > 1 else "1 process"
     if len(set(batches.shares)) > 1:
-        ranks = f"{plan.data_ranks} processes"
+        ranks = f"{plan.data_ranks} {sharers}"
     return f"{said}, {each} on {ranks} (gradient_accumulation_steps {batches.gradient_accumulation_steps})"
 
 

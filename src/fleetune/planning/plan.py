@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fleetune.planning.adapters import adapter_parameters, find_targets
+from fleetune.planning.combinations import Asked, refusals
+from fleetune.planning.engines import choose_engine
 from fleetune.planning.memory import RankMemory, rank_memory
 from fleetune.spec.batches import Batches, derive, num_steps
 from fleetune.spec.errors import UserError, raise_if_any
+from fleetune.spec.layout import Layout
 from fleetune.spec.model_shape import ModelShape
 from fleetune.spec.run_spec import RunSpec
 from fleetune.spec.stored_tensor import StoredTensor
@@ -17,14 +20,14 @@ from fleetune.spec.stored_tensor import StoredTensor
 
 @dataclass(frozen=True)
 class Plan:
-    """layout: `replicate` (every rank holds the whole model). precision: `auto` where only the device will tell.
+    """engine: its name in `planning/engines.py`. precision: `auto` where only the device will tell.
 
     trainable_parameters: None where names of a GGUF's modules are not known before it is converted. num_steps: None until
     the rows are counted. notes: what a person should know, in sentences.
     """
 
-    layout: str
-    data_ranks: int
+    layout: Layout
+    engine: str
     batches: Batches
     method: str
     model_type: str
@@ -35,6 +38,10 @@ class Plan:
     num_sequences: int | None
     num_steps: int | None
     notes: tuple[str, ...]
+
+    @property
+    def data_ranks(self) -> int:
+        return self.layout.data_ranks
 
     @property
     def trainable_share(self) -> float | None:
@@ -48,7 +55,8 @@ class Plan:
         """Plain JSON values, for plan.json."""
         batches = {**asdict(self.batches), "shares": list(self.batches.shares)}
         return {
-            "layout": self.layout,
+            "layout": self.layout.to_json(),
+            "engine": self.engine,
             "data_ranks": self.data_ranks,
             **batches,
             "gradient_accumulation_steps": self.batches.gradient_accumulation_steps,
@@ -69,19 +77,25 @@ def make_plan(
     spec: RunSpec,
     shape: ModelShape,
     *,
-    data_ranks: int,
+    layout: Layout,
+    device: str = "cpu",
     num_sequences: int | None = None,
     adapter: Mapping[str, StoredTensor] | None = None,
 ) -> Plan:
-    """The plan of a run of `data_ranks` processes. Raises one UserError with everything that cannot be.
+    """The plan of a run in a layout. Raises one UserError with everything that cannot be.
 
-    num_sequences: sequences of an epoch, where the rows are counted already. adapter: the tensors of an adapter that
-    training goes on with; its shape is its own, whatever the spec says of rank and targets.
+    device: `cpu` or `cuda`. num_sequences: sequences of an epoch, where the rows are counted already. adapter: the tensors
+    of an adapter that training goes on with; its shape is its own, whatever the spec says of rank and targets.
     """
     problems: list[str] = []
-    batches, trainable = None, None
+    batches, trainable, engine = None, None, ""
     try:
-        batches = divide_step(spec, data_ranks)
+        engine = choose_engine(spec, layout)
+    except UserError as error:
+        problems += error.problems
+    problems += refusals(Asked(spec, layout, engine, device, shape))
+    try:
+        batches = divide_step(spec, layout)
     except UserError as error:
         problems += error.problems
     try:
@@ -96,8 +110,8 @@ def make_plan(
     if trainable is not None:
         memory = rank_memory(shape.num_parameters, trainable, method=method, precision=precision)
     return Plan(
-        layout="replicate",
-        data_ranks=data_ranks,
+        layout=layout,
+        engine=engine,
         batches=batches,
         method=method,
         model_type=shape.model_type,
@@ -111,9 +125,9 @@ def make_plan(
     )
 
 
-def divide_step(spec: RunSpec, data_ranks: int) -> Batches:
-    """The division of a step over `data_ranks` processes. Raises UserError where it does not divide, or leaves some idle."""
-    given = spec.optimization
+def divide_step(spec: RunSpec, layout: Layout) -> Batches:
+    """The division of a step over the data ranks. Raises UserError where it does not divide, or leaves some idle."""
+    given, data_ranks = spec.optimization, layout.data_ranks
     batches = derive(
         global_batch_size=given.global_batch_size,
         micro_batch_size=given.micro_batch_size,
@@ -122,11 +136,12 @@ def divide_step(spec: RunSpec, data_ranks: int) -> Batches:
         sequence_length=spec.rows.sequence_length,
     )
     if batches.num_micro_batches < data_ranks:
-        idle = data_ranks - batches.num_micro_batches
+        sharers = "processes" if data_ranks == layout.world_size else f"data ranks ({layout.describe()})"
         raise UserError(
-            f"{data_ranks} processes share {batches.num_micro_batches} micro-batches of {batches.micro_batch_size} sequences "
-            f"in a step of {batches.global_batch_size}, so {idle} of them would never compute: give "
-            f"--gpus {batches.num_micro_batches}, a smaller --micro-batch-size or a larger --global-batch-size"
+            f"{data_ranks} {sharers} share {batches.num_micro_batches} micro-batches of {batches.micro_batch_size} sequences "
+            f"in a step of {batches.global_batch_size}, so {data_ranks - batches.num_micro_batches} of them would never "
+            f"compute: give --gpus {batches.num_micro_batches * (layout.world_size // data_ranks)}, a smaller "
+            "--micro-batch-size or a larger --global-batch-size"
         )
     return batches
 

@@ -175,10 +175,35 @@ class LayoutSection(_Section):
         le=4096,
         resume=True,
     )
+    replicate: int | None = _field(
+        None,
+        "Copies of the model, each on its own share of every step. Empty: the processes that the other axes leave.",
+        ge=1,
+        le=4096,
+        resume=True,
+    )
+    shard: int | None = _field(
+        None,
+        "Ranks that keep one copy of the model in pieces and put each block together only while it computes. Empty: 1.",
+        ge=1,
+        le=4096,
+        resume=True,
+    )
+    tensor: int | None = _field(
+        None,
+        "Ranks that compute every layer together, each its part of the heads and columns. Empty: 1.",
+        ge=1,
+        le=64,
+        resume=True,
+    )
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "What computes. auto: CUDA where there is a GPU.", resume=True)
     threads: int | None = _field(
         None, "Threads per process on a CPU. Empty: the cores, shared out.", ge=1, le=1024, resume=True
     )
+
+    def axes(self) -> dict[str, int | None]:
+        """What was asked of each axis of the layout, outermost first."""
+        return {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
 
 
 class OutputSection(_Section):

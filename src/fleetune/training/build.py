@@ -10,8 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetune.planning.engines import choose_engine
 from fleetune.spec.batches import Batches, derive
 from fleetune.spec.errors import Preempted
+from fleetune.spec.layout import derive_layout
 from fleetune.spec.records import StepBatch
 from fleetune.spec.run_folder import RunFolder, read_json, write_json
 from fleetune.spec.run_spec import RunSpec
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from fleetune.data.plan import SamplePlan
     from fleetune.data.store import TokenStore
     from fleetune.models.causal import CausalModel
-    from fleetune.parallel.engine import Engine
+    from fleetune.models.wanted import WantedModel
+    from fleetune.parallel.engines import EngineRequest
     from fleetune.parallel.world import World
     from fleetune.training.held_out import HeldOut
     from fleetune.training.loop import Run
@@ -124,17 +127,17 @@ def build(spec: RunSpec, folder: RunFolder, attempt: int, stop: StopRequest) -> 
     """Join the ranks, load the model, build the engine, and go on from the last complete checkpoint. All ranks."""
     import torch
 
-    from fleetune.parallel.world import World
+    from fleetune.parallel.world import Place, World
     from fleetune.training.stand import go_on
 
     prepared = Prepared.read(folder)
     if spec.layout.threads:
         torch.set_num_threads(spec.layout.threads)
-    world = World.join(attempt=attempt, device=prepared.device)
+    layout = derive_layout(spec.layout.axes(), Place.from_environment().world_size)
+    world = World.join(attempt=attempt, device=prepared.device, layout=layout)
     parts = None
     try:
-        model = load(spec, prepared, world)
-        parts = assemble(spec, folder, prepared=prepared, model=model, world=world, attempt=attempt, stop=stop)
+        parts = assemble(spec, folder, prepared=prepared, world=world, attempt=attempt, stop=stop)
         go_on(parts)
         yield parts
     finally:
@@ -148,18 +151,19 @@ def assemble(
     folder: RunFolder,
     *,
     prepared: Prepared,
-    model: CausalModel,
     world: World,
     attempt: int,
     stop: StopRequest,
 ) -> Parts:
-    """Put the parts of this rank together. Nothing is trained, read from a checkpoint or written yet."""
+    """Load the model and put the parts of this rank together. Nothing is trained, read from a checkpoint or written yet."""
     from fleetune.checkpoint.store import CheckpointStore
     from fleetune.data.store import TokenStore
     from fleetune.monitor.memory import PeakMemory
+    from fleetune.parallel.engines import build_engine
     from fleetune.training.loop import Cadence, Run
 
     output = spec.output
+    built = build_engine(choose_engine(spec, world.layout), engine_request(spec, prepared, world))
     checkpoints = CheckpointStore(
         folder.checkpoints,
         rank=world.rank,
@@ -170,7 +174,7 @@ def assemble(
     )
     run = Run(
         world=world,
-        engine=make_engine(spec, prepared, model, world),
+        engine=built.engine,
         monitor=None,
         checkpoints=checkpoints,
         schedule=lambda step: 0.0,
@@ -180,23 +184,47 @@ def assemble(
         peak_memory=PeakMemory(torch_peak(world)),
     )
     store = TokenStore.open(Path(prepared.store))
-    return Parts(spec, folder, prepared, model, run, store, batches_of(spec, data_ranks=world.data_ranks), stop, attempt)
+    batches = batches_of(spec, data_ranks=world.data_ranks)
+    return Parts(spec, folder, prepared, built.model, run, store, batches, stop, attempt)
 
 
-def make_engine(spec: RunSpec, prepared: Prepared, model: CausalModel, world: World) -> Engine:
-    """The engine over this rank's model: `native`, in its replicate form."""
-    from fleetune.models.objective import TokenLoss
-    from fleetune.parallel.native import NativeEngine, StepSettings, forward_of
+def engine_request(spec: RunSpec, prepared: Prepared, world: World) -> EngineRequest:
+    """What any engine is made of, in its own words: behind this, nobody sees the spec."""
+    from fleetune.parallel.engines import EngineRequest
+    from fleetune.parallel.native import StepSettings
     from fleetune.training.optimizers import OPTIMIZERS, AdamWSettings
 
     optimization = spec.optimization
     settings = AdamWSettings(optimization.beta1, optimization.beta2, optimization.epsilon, optimization.weight_decay)
-    return NativeEngine(
-        model,
-        forward_of(model, TokenLoss()),
+    return EngineRequest(
         world=world,
+        model=wanted_model(spec, prepared),
         optimizer=OPTIMIZERS[optimization.optimizer](settings),
         settings=StepSettings(gradient_clip=optimization.gradient_clip, precision=prepared.precision),
+    )
+
+
+def wanted_model(spec: RunSpec, prepared: Prepared) -> WantedModel:
+    """The model with what is trained of it: all of it, a new adapter, or one that the person gave."""
+    from fleetune.models.wanted import WantedAdapter, WantedModel
+
+    adaptation, optimization = spec.adaptation, spec.optimization
+    is_new = adaptation.method == "lora" and prepared.adapter_folder is None
+    new = WantedAdapter(
+        adaptation.adapter,
+        adaptation.lora_rank,
+        adaptation.lora_alpha,
+        adaptation.lora_dropout,
+        adaptation.lora_targets,
+    )
+    return WantedModel(
+        folder=Path(prepared.model_folder),
+        precision=prepared.precision,
+        adapter=new if is_new else None,
+        adapter_folder=Path(prepared.adapter_folder) if prepared.adapter_folder else None,
+        allow_remote_code=spec.weights.allow_remote_code,
+        gradient_checkpointing=optimization.gradient_checkpointing,
+        seed=optimization.seed,
     )
 
 
@@ -207,40 +235,3 @@ def torch_peak(world: World) -> Any:
     import torch
 
     return lambda: int(torch.cuda.max_memory_allocated(world.device))
-
-
-def load(spec: RunSpec, prepared: Prepared, world: World) -> CausalModel:
-    """The model on this rank's device: frozen with an adapter, or all of it trainable."""
-    from fleetune.models.adapters import add_adapter, load_adapter
-    from fleetune.models.build import load_model
-
-    adaptation, optimization = spec.adaptation, spec.optimization
-    is_full = adaptation.method == "full"
-    model = load_model(
-        Path(prepared.model_folder),
-        dtype=torch_dtype(prepared.precision),
-        device=world.device,
-        allow_remote_code=spec.weights.allow_remote_code,
-        trainable=is_full,
-        gradient_checkpointing=optimization.gradient_checkpointing,
-        seed=optimization.seed,
-    )
-    if is_full:
-        return model
-    if prepared.adapter_folder is not None:
-        return load_adapter(model, Path(prepared.adapter_folder), trainable=True)
-    return add_adapter(
-        model,
-        adapter=adaptation.adapter,
-        rank=adaptation.lora_rank,
-        alpha=adaptation.lora_alpha,
-        dropout=adaptation.lora_dropout,
-        targets=adaptation.lora_targets,
-        seed=optimization.seed,
-    )
-
-
-def torch_dtype(precision: str) -> Any:
-    import torch
-
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

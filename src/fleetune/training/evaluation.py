@@ -67,13 +67,12 @@ def load_for_reading(source: ModelSource, request: ModelRequest, *, device: str,
 
     from fleetune.models.adapters import load_adapter
     from fleetune.models.build import load_model
-    from fleetune.training.build import torch_dtype
 
     if threads:
         torch.set_num_threads(threads)
     model = load_model(
         source.folder,
-        dtype=torch_dtype(source.precision),
+        dtype=source.precision,
         device=torch.device(device),
         trainable=False,
         allow_remote_code=request.allow_remote_code,

@@ -79,10 +79,9 @@ def trained_model(prepared: Prepared, folder: RunFolder, *, is_adapter: bool) ->
 
     from fleetune.models.adapters import load_adapter
     from fleetune.models.build import load_model
-    from fleetune.training.build import torch_dtype
 
     base = Path(prepared.model_folder) if is_adapter else folder.model
-    model = load_model(base, dtype=torch_dtype(prepared.precision), device=torch.device("cpu"), trainable=False)
+    model = load_model(base, dtype=prepared.precision, device=torch.device("cpu"), trainable=False)
     if is_adapter:
         model = load_adapter(model, folder.adapter, trainable=False)
     model.eval()
@@ -98,14 +97,14 @@ def write(to: str, model: CausalModel, folder: RunFolder, prepared: Prepared, ta
         for file in result.iterdir():
             shutil.copyfile(file, target / file.name)
         return
+    from fleetune.models.build import PRECISIONS
     from fleetune.models.merge import merged_tensors
     from fleetune.models.stored import SINGLE_FILE, StoredWeights, write_weights
-    from fleetune.training.build import torch_dtype
 
     base = Path(prepared.model_folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in StoredWeights.open(base).tensors()}
     tensors = merged_tensors(base, trained_weights(model), model.adapter)
-    write_weights(target / SINGLE_FILE, shapes, tensors, torch_dtype(prepared.precision))
+    write_weights(target / SINGLE_FILE, shapes, tensors, PRECISIONS[prepared.precision])
     shutil.copyfile(base / "config.json", target / "config.json")
 
 
@@ -170,11 +169,11 @@ def load_elsewhere(to: str, folder: Path, prepared: Prepared) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from fleetune.models.build import PRECISIONS
+
     logging.disable_progress_bar()  # it would write over our own words
 
-    from fleetune.training.build import torch_dtype
-
-    dtype = torch_dtype(prepared.precision)
+    dtype = PRECISIONS[prepared.precision]
     if to == "merged":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     from peft import PeftModel

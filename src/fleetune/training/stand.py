@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fleetune.spec.batches import Batches, divide
@@ -77,7 +78,7 @@ def batch_sizes(parts: Parts) -> dict[str, Any]:
         "gradient_accumulation_steps": batches.gradient_accumulation_steps,
         "shares": list(batches.shares),
         "world_size": world.world_size,
-        "layout": {"replicate": world.data_ranks},
+        "layout": world.layout.to_json(),
         "precision": parts.prepared.precision,
         "device": str(world.device),
     }
@@ -87,11 +88,11 @@ def warn_of_space(parts: Parts) -> None:
     """Say at the start, not at the first failed save, that the disk will not hold the checkpoints."""
     from fleetune.checkpoint.space import space_warning
 
-    figures = sizes(parts)
-    checkpoint_bytes = 4 * figures["trained_parameters"] + figures["optimizer_bytes"]
+    held = parts.run.engine.held()
+    per_parameter = 4 + held.optimizer_bytes / max(1, held.trained_here)
     warning = space_warning(
         parts.folder.checkpoints,
-        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_bytes=int(held.trained_parameters * per_parameter),
         keep=parts.spec.output.keep_checkpoints,
         keeps_best=parts.spec.output.evaluate_every > 0,
     )
@@ -99,13 +100,16 @@ def warn_of_space(parts: Parts) -> None:
         event(parts.run, "warning", cause=warning)
 
 
-def sizes(parts: Parts) -> dict[str, int]:
-    """Bytes of this rank's parameters and of its optimizer's state (two fp32 moments of each trained parameter)."""
-    trained = [parameter for _, parameter in parts.model.trained()]
+def sizes(parts: Parts) -> dict[str, Any]:
+    """What this rank holds, and under `ranks` where each rank stands in the layout and what it holds. All ranks."""
+    world, held = parts.run.world, parts.run.engine.held()
+    mine = {"rank": world.rank, "node": world.node, "layout": asdict(world.coordinates)}
+    mine |= {"parameter_bytes": held.parameter_bytes, "optimizer_bytes": held.optimizer_bytes}
     return {
-        "parameter_bytes": sum(p.numel() * p.element_size() for p in parts.model.module.parameters()),
-        "trained_parameters": sum(p.numel() for p in trained),
-        "optimizer_bytes": sum(2 * 4 * p.numel() for p in trained),
+        "parameter_bytes": held.parameter_bytes,
+        "trained_parameters": held.trained_parameters,
+        "optimizer_bytes": held.optimizer_bytes,
+        "ranks": world.gather_json(mine),
     }
 
 

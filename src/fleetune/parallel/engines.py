@@ -1,0 +1,45 @@
+"""The engines by name. Each module has one factory, `build(EngineRequest) -> Built`, that loads the model in its own way.
+
+Names and what they take are in `planning/engines.py`, which a login node without torch can ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fleetune.models.causal import CausalModel
+    from fleetune.models.wanted import WantedModel
+    from fleetune.parallel.engine import Engine
+    from fleetune.parallel.native import StepSettings
+    from fleetune.parallel.optimizer_state import OptimizerFactory
+    from fleetune.parallel.world import World
+
+#: Name -> module; imported only when its engine is wanted.
+MODULES = {"replicated": "fleetune.parallel.native"}
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What an engine is made of. world: all ranks, with the layout. model: which one, not yet loaded."""
+
+    world: World
+    model: WantedModel
+    optimizer: OptimizerFactory
+    settings: StepSettings
+
+
+@dataclass(frozen=True)
+class Built:
+    """The model as this rank holds it, and the engine over it."""
+
+    model: CausalModel
+    engine: Engine
+
+
+def build_engine(name: str, request: EngineRequest) -> Built:
+    """Load the model and build the engine over it. All ranks."""
+    built: Built = import_module(MODULES[name]).build(request)
+    return built

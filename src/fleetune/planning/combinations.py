@@ -1,0 +1,74 @@
+"""What cannot be combined, in one place: each rule says what collides, why, and what works instead.
+
+Refusals at the start of a run, of `fleetune plan`, and the table in docs/layouts.md are all made from these rules. Each room
+of rules is a list of its own, so that an engine's rules stand together; a rule looks at plain values and never at torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fleetune.spec.layout import Layout
+from fleetune.spec.model_shape import ModelShape
+from fleetune.spec.run_spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rule looks at. engine: its name in `planning/engines.py`. shape: None where the model was not found.
+
+    device: `cpu` or `cuda`.
+    """
+
+    spec: RunSpec
+    layout: Layout
+    engine: str
+    device: str
+    shape: ModelShape | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """what: the combination in general, for the table. collides: the values of this run that collide, in words, or None.
+
+    why: the reason, and instead: an imperative, both as they are told and written into the table.
+    """
+
+    what: str
+    collides: Callable[[Asked], str | None]
+    why: str
+    instead: str
+
+    def refusal(self, asked: Asked) -> str | None:
+        """The problem as it is told, or None where the run is none of this rule's business."""
+        values = self.collides(asked)
+        return f"{values}: {self.why}. {self.instead[:1].upper()}{self.instead[1:]}" if values else None
+
+
+def _heads_that_do_not_divide(asked: Asked) -> str | None:
+    tensor, shape = asked.layout.tensor, asked.shape
+    if shape is None or (shape.num_heads % tensor == 0 and shape.num_kv_heads % tensor == 0):
+        return None
+    return (
+        f"tensor {tensor} does not divide the model's {shape.num_heads} attention heads and {shape.num_kv_heads} heads of keys "
+        "and values"
+    )
+
+
+LAYOUT_RULES = (
+    Rule(
+        what="`--tensor N` and a model whose attention heads, or heads of keys and values, do not divide by N",
+        collides=_heads_that_do_not_divide,
+        why="each rank computes whole heads",
+        instead="give a --tensor that divides both, or --shard, which divides anything",
+    ),
+)
+
+#: Every rule, in the order of the table.
+RULES: tuple[Rule, ...] = (*LAYOUT_RULES,)
+
+
+def refusals(asked: Asked) -> list[str]:
+    """Everything about a run that cannot be combined; empty where all of it can."""
+    return [problem for rule in RULES if (problem := rule.refusal(asked)) is not None]

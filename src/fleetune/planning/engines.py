@@ -1,0 +1,30 @@
+"""Which engine runs which layout. `parallel/engines.py` says where each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fleetune.spec.errors import UserError
+from fleetune.spec.layout import Layout
+from fleetune.spec.run_spec import RunSpec
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """name: as the registry in `parallel/` knows it. takes: whether it is the one for this run."""
+
+    name: str
+    takes: Callable[[RunSpec, Layout], bool]
+
+
+#: The first one that takes a run is its engine.
+ENGINE_KINDS = (EngineKind("replicated", lambda spec, layout: layout == Layout(replicate=layout.replicate)),)
+
+
+def choose_engine(spec: RunSpec, layout: Layout) -> str:
+    """The name of the engine of a run. Raises UserError where none takes it."""
+    for kind in ENGINE_KINDS:
+        if kind.takes(spec, layout):
+            return kind.name
+    raise UserError(f"no engine runs {layout.describe()}: leave out --shard, --tensor and --pipeline")

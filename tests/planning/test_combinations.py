@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fleetune.cli.main import main
+from fleetune.planning.combinations import RULES, Asked, refusals
+from fleetune.planning.engines import choose_engine
+from fleetune.spec.errors import UserError
+from fleetune.spec.layout import Layout
+from fleetune.spec.model_shape import read_shape
+from fleetune.spec.run_spec import RunSpec
+
+
+def test_every_rule_says_why_and_what_works_instead():
+    for rule in RULES:
+        assert rule.what and rule.why and rule.instead.startswith(("give", "leave", "use")), rule
+    assert len({rule.what for rule in RULES}) == len(RULES)
+
+
+def test_a_plain_run_collides_with_no_rule(tiny_llama):
+    assert refusals(Asked(RunSpec(), Layout(), "replicated", "cpu", read_shape(tiny_llama))) == []
+
+
+def test_heads_that_do_not_divide_are_refused_with_their_numbers(tiny_llama):
+    shape = read_shape(tiny_llama)
+    assert (shape.num_heads, shape.num_kv_heads) == (4, 2)
+    (problem,) = refusals(Asked(RunSpec(), Layout(tensor=4), "sharded", "cpu", shape))
+    assert problem.startswith("tensor 4 does not divide the model's 4 attention heads and 2 heads of keys and values: each")
+
+
+def test_data_parallel_is_the_replicated_engines():
+    assert choose_engine(RunSpec(), Layout(replicate=4)) == "replicated"
+
+
+def test_a_layout_that_no_engine_takes_is_refused():
+    with pytest.raises(UserError, match="no engine runs replicate 2 × pipeline 2"):
+        choose_engine(RunSpec(), Layout(replicate=2, pipeline=2))
+
+
+def test_the_plan_names_the_layout_and_refuses_numbers_that_do_not_multiply(tiny_llama, capsys):
+    words = ["plan", "--model", str(tiny_llama), "--device", "cpu", "--gpus", "4"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"] == {"replicate": 4, "shard": 1, "tensor": 1, "pipeline": 1}
+    assert main([*words, "--shard", "3"]) == 2
+    assert "shard 3 needs a multiple of 3 processes, and there are 4" in capsys.readouterr().err
