@@ -84,6 +84,14 @@ def test_without_a_terminal_there_is_one_plain_line_a_step(folder: RunFolder) ->
     assert new_lines(stream) == []
 
 
+def test_plain_lines_may_be_one_every_so_many_steps(folder: RunFolder) -> None:
+    stream = io.StringIO()
+    view = ProgressView(folder, stream=stream, total_steps=7, every=3)
+    record(folder, 0, range(1, 8))
+    view.poll()
+    assert [line.split("  ")[0] for line in new_lines(stream)] == ["step 3/7", "step 6/7", "step 7/7"]
+
+
 def test_the_last_line_says_what_was_done(folder: RunFolder) -> None:
     stream = io.StringIO()
     with ProgressView(folder, stream=stream, total_steps=20):

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from fleetune.spec.agreement import against_adapter, without_effect
-from fleetune.spec.given import Source, arguments_given, flags_given
+from fleetune.spec.agreement import against_adapter, optimizer_elsewhere, without_effect
+from fleetune.spec.given import Source, arguments_given, flags_given, preset_given
 from fleetune.spec.read import resolve
 
 ASKED = {"model": "m", "data": "d"}
@@ -63,3 +63,16 @@ def test_an_adapter_that_goes_on_keeps_its_own_shape():
 def test_what_an_earlier_start_was_given_is_not_held_against_this_one():
     earlier = flags(validation="v", exact_match=True, max_new_tokens=9).source()
     assert without_effect(resolve(flags=flags_given({"exact_match": False}), earlier=earlier)) == []
+
+
+def test_an_optimizer_on_the_cpu_beside_a_model_on_a_gpu_is_refused():
+    resolved = resolve(flags=flags_given({"model": "m", "data": "d", "optimizer": "cpu_adam"}))
+    assert optimizer_elsewhere(resolved, "cpu") == []
+    assert "give --optimizer adamw" in optimizer_elsewhere(resolved, "cuda")[0]
+
+
+def test_two_words_for_the_warmup_are_refused_and_a_presets_evaluations_wait_for_rows():
+    both = resolve(flags=flags_given({"model": "m", "data": "d", "warmup": "0.1", "warmup_steps": "3"}))
+    assert "both say how long" in without_effect(both)[0]
+    preset = preset_given("p", {"evaluate_every": 5000})
+    assert without_effect(resolve(flags=flags_given({"model": "m", "data": "d"}), preset=preset)) == []

@@ -247,3 +247,26 @@ def test_a_run_of_another_version_and_a_damaged_run_are_refused(tmp_path):
     folder.spec.write_text("model: m\n")
     with pytest.raises(UserError, match=r"no run\.yaml"):
         read_run(folder)
+
+
+PRESET = {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "warmup_steps": 50}
+
+
+def test_a_preset_leaves_to_a_person_what_they_say_in_other_words():
+    def division(**given):
+        got = resolve(flags=flags(**given), preset=preset_given("p", PRESET)).spec.optimization
+        return got.global_batch_size, got.micro_batch_size, got.gradient_accumulation_steps
+
+    assert division() == (None, 2, 4)
+    assert division(micro_batch_size="8") == (None, 8, 4)
+    assert division(global_batch_size="16") == (16, 2, None)
+    assert division(global_batch_size="16", gradient_accumulation_steps="2") == (16, None, 2)
+    resolved = resolve(flags=flags(warmup="0.1"), preset=preset_given("p", PRESET))
+    assert (resolved.spec.optimization.warmup, resolved.spec.optimization.warmup_steps) == (0.1, None)
+    assert resolve(flags=flags(), preset=preset_given("p", PRESET)).origins["warmup_steps"] == "preset p"
+
+
+def test_a_preset_that_asks_for_what_is_not_there_is_told_by_name():
+    assert problems_of(flags=flags(), preset=preset_given("p", {"teleport": "far"})) == (
+        "preset p asks for teleport 'far', which this fleetune cannot do: take another",
+    )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from fleetune.training.optimizers import AdamWSettings, adamw
+from fleetune.training.optimizers import OPTIMIZERS, AdamWSettings, adam, adamw
 
 
 def test_matrices_decay_and_biases_and_norms_never_do():
@@ -28,3 +28,13 @@ def test_an_update_is_the_one_of_the_formula():
         square = 0.99 * square + 0.01 * gradient**2
         value -= 0.1 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.99**step)) ** 0.5 + 1e-8)
     assert abs(float(parameter.detach()) - value) < 1e-6
+
+
+def test_adam_takes_the_decay_into_the_gradient():
+    parameter = torch.nn.Parameter(torch.tensor([[2.0]]))
+    optimizer = adam(AdamWSettings(0.9, 0.999, 1e-8, 0.5))([("matrix", parameter)])
+    optimizer.param_groups[0]["lr"] = 0.1
+    parameter.grad = torch.tensor([[0.0]])
+    optimizer.step()
+    assert abs(float(parameter.detach()) - 1.9) < 1e-6  # the first step of Adam is the rate, whatever the gradient's size
+    assert OPTIMIZERS["cpu_adam"] is OPTIMIZERS["adamw"]

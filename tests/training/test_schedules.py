@@ -35,3 +35,9 @@ def test_after_the_horizon_the_rate_stays_at_its_end():
 def test_short_runs_have_a_positive_first_rate(shape, num_steps):
     schedule = Schedule(peak=1.0, num_steps=num_steps, shape=shape, warmup=0.03, final_share=0.1)
     assert all(0 < schedule(step) <= 1.0 for step in range(num_steps))
+
+
+def test_a_warmup_in_steps_is_instead_of_its_share():
+    in_steps = Schedule(peak=1.0, num_steps=10, shape="constant", warmup=0.9, warmup_steps=4)
+    assert [round(in_steps(step), 6) for step in range(6)] == [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
+    assert Schedule(peak=1.0, num_steps=10, shape="constant", warmup=0.9, warmup_steps=0)(0) == 1.0

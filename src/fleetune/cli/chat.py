@@ -27,8 +27,8 @@ def run(words: Sequence[str]) -> int:
         return EXIT_DONE
     spec = read_spec(typed, one_word(typed, "model", "fleetune chat MODEL"))
     start_logging(spec)
-    generator = opened(spec)
     settings = sampling(spec, typed)
+    generator = opened(spec)
     system = [{"role": "system", "content": typed.own["system"]}] if typed.own["system"] else []
     said: list[dict[str, Any]] = [*system]
     say(f"{spec.weights.model} listens: /new forgets, /quit ends")

@@ -14,9 +14,9 @@ from fleetune.cli.place import check_new, default_path
 from fleetune.launch.devices import choose_processes
 from fleetune.models.config import read_json_object
 from fleetune.models.locate import Located, locate
-from fleetune.models.presets import find_preset
+from fleetune.models.presets import Preset, find_preset, refuse_moved, similar_presets
 from fleetune.planning.plan import Plan, divide_step, make_plan
-from fleetune.spec.agreement import against_adapter, without_effect
+from fleetune.spec.agreement import against_adapter, optimizer_elsewhere, without_effect
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.given import Source, environment_given, file_given, preset_given
 from fleetune.spec.layout import Layout, derive_layout
@@ -24,7 +24,7 @@ from fleetune.spec.model_shape import read_shape
 from fleetune.spec.read import Resolved, read_run, resolve
 from fleetune.spec.resume import check_resume
 from fleetune.spec.run_folder import RunFolder
-from fleetune.spec.run_spec import RunSpec
+from fleetune.spec.run_spec import RunSpec, WeightsSection
 from fleetune.spec.safetensors_header import read_header
 
 
@@ -62,6 +62,7 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
             problems.extend(error.problems)
 
     device, num_processes = attempt(lambda: choose_processes(spec.layout.device, spec.layout.gpus)) or ("cpu", 1)
+    problems += optimizer_elsewhere(resolved, device)
     if spec.rows.data or spec.rows.validation:
         attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
     attempt(lambda: _check_template(spec.weights.chat_template))
@@ -102,8 +103,7 @@ def _resolved(flags: Source, file: Source | None, required: Sequence[str]) -> tu
             raise UserError("resume is asked for, and no run is named: give --run with the folder of the run")
         folder = RunFolder(Path(first.output.run))
         earlier = read_run(folder) if folder.exists() else None
-    model = first.weights.model or (earlier.spec.weights.model if earlier else "")
-    preset = find_preset(model) if model else None
+    preset = preset_of(first.weights if first.weights.model or not earlier else earlier.spec.weights)
     resolved = resolve(
         **sources,
         earlier=earlier.source() if earlier else None,
@@ -111,6 +111,19 @@ def _resolved(flags: Source, file: Source | None, required: Sequence[str]) -> tu
         required=required,
     )
     return resolved, earlier
+
+
+def preset_of(weights: WeightsSection) -> Preset | None:
+    """The preset whose defaults count: the one that is named, else the model's, if it is one. Raises UserError."""
+    if weights.preset is None:
+        return find_preset(weights.model) if weights.model else None
+    found = find_preset(weights.preset)
+    if found is None:
+        refuse_moved(weights.preset)
+        near = similar_presets(weights.preset)
+        hint = f"did you mean {near[0]}?" if near else "fleetune presets lists them"
+        raise UserError(f"there is no preset {weights.preset!r}: {hint}")
+    return found
 
 
 def _located(spec: RunSpec) -> Located:

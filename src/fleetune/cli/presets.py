@@ -8,10 +8,13 @@ from typing import Any
 
 from fleetune.cli.flags import Flags, switch
 from fleetune.cli.words import table
-from fleetune.models.presets import Preset, all_presets, find_preset, similar_presets
+from fleetune.models.presets import Preset, all_presets, find_preset, refuse_moved, similar_presets
 from fleetune.spec.errors import EXIT_DONE, UserError
 
-ABOUT = """List the presets, or show one: where its weights come from, and the defaults it gives."""
+ABOUT = """List the presets, or show one: where its weights come from, and the defaults it gives.
+
+A suffix says how a model is trained: NAME_lora, NAME_lora_int8 (an adapter on a base in 8 bits), NAME_lora_kbit (in 4). It may
+follow the name of every preset that is not from xTuring; those have the variants that are listed."""
 
 
 def flags() -> Flags:
@@ -38,6 +41,7 @@ def run(words: Sequence[str]) -> int:
 def found(name: str) -> Preset:
     preset = find_preset(name)
     if preset is None:
+        refuse_moved(name)
         near = similar_presets(name)
         hint = f"did you mean {near[0]}?" if near else "fleetune presets lists them"
         raise UserError(f"there is no preset {name!r}: {hint}")
@@ -54,6 +58,7 @@ def as_json(preset: Preset) -> dict[str, Any]:
         "package": package.name if package else None,
         "installed": bool(package and package.find()),
         "values": preset.values,
+        "generation": preset.generation,
         "origin": preset.origin,
     }
 
@@ -62,10 +67,11 @@ def shown(preset: Preset) -> list[tuple[str, str]]:
     rows = [
         ("preset", preset.name),
         ("about", preset.about),
-        ("hub", preset.hub + (f"@{preset.revision}" if preset.revision else "")),
+        ("hub", (preset.hub or "any model: --preset") + (f"@{preset.revision}" if preset.revision else "")),
     ]
     if preset.package:
         state = "installed" if preset.package.find() else f"not installed: {preset.package.install}"
         rows.append(("package", f"{preset.package.name} {preset.package.version} ({state})"))
     rows += [(name, str(value)) for name, value in preset.values.items()] or [("defaults", "those of fleetune train")]
+    rows += [(f"generation {name}", str(value)) for name, value in preset.generation.items()]
     return [*rows, ("origin", preset.origin)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,23 +55,28 @@ class Run:
         prompt: str | Sequence[dict[str, Any]],
         *,
         system: str | None = None,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
         seed: int = 0,
+        **drawing: float,
     ) -> str:
-        """One reply. prompt: the user's turn, or a whole conversation of {role, content}. The model stays loaded."""
-        from fleetune.training.generation import Sampling
+        """One reply. prompt: the user's turn, or a whole conversation of {role, content}. The model stays loaded.
 
+        drawing: temperature, top_p, top_k or penalty_alpha, as the flags of `fleetune generate`; where none is given, the
+        preset's way, or else always the likeliest token.
+        """
+        from fleetune.cli.generate import drawn
+        from fleetune.cli.reading import read_fields
+
+        length = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+        spec = read_fields({**length, "seed": seed}, str(self.folder), said="argument")
+        sampling = drawn(spec, _checked(drawing), has_length=max_new_tokens is not None)
         if self._generator is None:
             from fleetune.cli.generate import opened
-            from fleetune.cli.reading import read_fields
 
-            self._generator = opened(read_fields({}, str(self.folder), said="argument"))
+            self._generator = opened(spec)
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if system is not None:
             turns.insert(0, {"role": "system", "content": system})
-        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
         return self._generator.reply(turns, sampling)
 
     def export(self, to: str = "merged", out: Text | None = None) -> ExportReport:
@@ -78,6 +84,17 @@ class Run:
         from fleetune.training.export import export_run
 
         return export_run(str(self.folder), to=to, out=None if out is None else Path(out))
+
+
+def _checked(drawing: dict[str, float]) -> dict[str, float]:
+    limits = {"temperature": (0, math.inf), "top_p": (0, 1), "top_k": (1, math.inf), "penalty_alpha": (0, 1)}
+    for name, value in drawing.items():
+        if name not in limits:
+            raise UserError(f"generate takes no argument {name}: give one of {', '.join(limits)}")
+        low, high = limits[name]
+        if not low <= value <= high:
+            raise UserError(f"{name} {value} is not between {low} and {high}: give a number that is")
+    return drawing
 
 
 def train(*, file: Text | None = None, **fields: Any) -> Run:

@@ -43,7 +43,7 @@ def start(intent: Intent, *, tell: Callable[[str], None]) -> Finished:
 
     tell: gets lines for the person. A new folder is removed again when the preparation finds something to mend.
     """
-    folder = intent.folder
+    folder, output = intent.folder, intent.spec.output
     said: list[str] = []
 
     def say(line: str) -> None:
@@ -53,7 +53,7 @@ def start(intent: Intent, *, tell: Callable[[str], None]) -> Finished:
     with opened(folder) as place:
         write_json(folder.plan, intent.plan.to_json())
         write_run(folder, with_plan(intent.resolved, intent.plan).with_values({"run": str(folder.path)}))
-        with ProgressView(folder, stream=sys.stderr, level=intent.spec.output.log_level) as view:
+        with ProgressView(folder, stream=sys.stderr, level=output.log_level, every=output.log_every) as view:
             code = supervise(folder, _launch(intent), on_poll=view.poll, say=say, lease=place.lease)
         place.failed = code == EXIT_USER and not folder.prepared.exists()
     return Finished(folder, code, said)

@@ -19,7 +19,7 @@ from typing import Literal
 from fleetune.models.cache import content_hash
 from fleetune.models.config import CONFIG_FILE, read_config, read_json_object
 from fleetune.models.hub import fetch, is_hub_id
-from fleetune.models.presets import Preset, find_preset, similar_presets
+from fleetune.models.presets import Preset, find_preset, refuse_moved, similar_presets
 from fleetune.models.weight_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -117,10 +117,15 @@ def _locate(text: str, request: _Request) -> Located:
             if not (near := _similar_paths(path)):
                 raise
             raise UserError(f"{error}; or did you mean the folder {near[0]}?") from error
+    refuse_moved(text)
     raise UserError(_not_found(text, path))
 
 
 def _locate_preset(preset: Preset, request: _Request) -> Located:
+    if preset.hub is None:
+        raise UserError(
+            f"preset {preset.name} is values alone, for any model: give --preset {preset.name} and the model with --model"
+        )
     package = preset.package
     file = package.find() if package and request.revision is None else None
     if package and file is not None:

@@ -26,7 +26,8 @@ class ProgressView:
     """Shows a run on `stream`: live on a terminal, one plain line a step elsewhere, warnings alone from level `warning` on.
 
     Call `poll` often (a few times a second) and `close` at the end. total_steps None: learnt from the run's start as soon as it
-    is there. from_start: also show what is in the folder already (a watcher); else only what comes.
+    is there. from_start: also show what is in the folder already (a watcher); else only what comes. every: of the plain lines,
+    one every so many steps, and the last.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class ProgressView:
         total_steps: int | None = None,
         level: str = "info",
         from_start: bool = False,
+        every: int = 1,
     ) -> None:
         self._folder = folder
         self._stream = sys.stderr if stream is None else stream
         self._total_steps = total_steps
         self._may_learn_total = total_steps is None
+        self._every = every
         self._level: int = logging.getLevelName(level.upper())
         self._metrics = RowFollower(folder.metrics, from_start=from_start)
         self._events = RowFollower(folder.events, from_start=from_start)
@@ -110,7 +113,7 @@ class ProgressView:
         self._throughput.add(row.get("tokens") or 0, (row.get("step_s") or 0.0) + (row.get("data_wait_s") or 0.0))
         self._tokens += row.get("tokens") or 0
         self._last = row
-        if self._live is None:
+        if self._live is None and (row["step"] % self._every == 0 or row["step"] == self._total_steps):
             line = step_line(
                 row,
                 total_steps=self._total_steps,

@@ -26,7 +26,7 @@ def _without_held_out(resolved: Resolved) -> Iterator[str]:
     spec, values = resolved.spec, resolved.spec.flat()
     if not spec.rows.validation and not spec.rows.validation_share:
         for name in _OF_HELD_OUT:
-            if values[name]:
+            if values[name] and not resolved.origins[name].startswith("preset "):
                 yield (
                     f"{name} {_said(values[name])} ({resolved.origins[name]}) needs held-out rows, and there are none: give "
                     "--validation DATA or --validation-share 0.1, or leave it out"
@@ -44,6 +44,8 @@ def _of_another_kind(resolved: Resolved) -> Iterator[str]:
         yield from _typed(resolved, _OF_ADAPTERS, "says what an adapter is, and method full trains none: leave it out")
     if not spec.output.exact_match:
         yield from _typed(resolved, ("max_new_tokens",), "bounds answers, and none are asked for: give --exact-match too")
+    if spec.optimization.warmup_steps is not None:
+        yield from _typed(resolved, ("warmup",), "and warmup_steps both say how long the rate rises: give one of them")
     if spec.optimization.schedule == "constant":
         why = "is where the rate ends, and schedule constant stays at its peak: leave it out"
         yield from _typed(resolved, ("final_learning_rate_share",), why)
@@ -54,6 +56,16 @@ def _typed(resolved: Resolved, names: tuple[str, ...], why: str) -> Iterator[str
     for name in names:
         if resolved.origins[name].startswith(("flag ", "argument ")):
             yield f"{declared()[name].shown} {_said(resolved.spec.flat()[name])} ({resolved.origins[name]}) {why}"
+
+
+def optimizer_elsewhere(resolved: Resolved, device: str) -> list[str]:
+    """Problems of an optimizer that computes elsewhere than the model."""
+    if resolved.spec.optimization.optimizer != "cpu_adam" or device == "cpu":
+        return []
+    return [
+        f"optimizer cpu_adam ({resolved.origins['optimizer']}) keeps its state on the CPU, and the model computes on {device}, "
+        "where this engine keeps both: give --optimizer adamw"
+    ]
 
 
 def against_adapter(resolved: Resolved, config: Mapping[str, object]) -> list[str]:

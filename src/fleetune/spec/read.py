@@ -73,8 +73,10 @@ def resolve(
     chosen: dict[str, _Given] = {}
     for source in (flags, environment, file, earlier, preset):
         if source is not None:
+            higher = {name for name, given in chosen.items() if given.value is not None}
             for name, given in _by_field(source, problems).items():
-                chosen.setdefault(name, given)
+                if not _is_settled(name, higher, chosen, source):
+                    chosen.setdefault(name, given)
     values: dict[str, Any] = {}
     for name, given in chosen.items():
         try:
@@ -87,6 +89,18 @@ def resolve(
     raise_if_any(problems)
     assert spec is not None
     return Resolved(spec, {name: chosen[name].origin if name in chosen else "default" for name in declared()})
+
+
+#: Two names of one thing: what a higher source says by one of them, a lower one cannot say by the other.
+_INSTEAD = {"warmup": "warmup_steps", "warmup_steps": "warmup"}
+_DIVISION = {"global_batch_size", "micro_batch_size", "gradient_accumulation_steps"}
+
+
+def _is_settled(name: str, higher: set[str], chosen: Mapping[str, _Given], source: Source) -> bool:
+    """Whether higher sources have said already what `name` would say. Of a step's three numbers a preset fills two at most."""
+    if source.kind == "preset" and name in _DIVISION and _DIVISION & higher:
+        return len(_DIVISION & set(chosen)) >= 2
+    return _INSTEAD.get(name) in higher
 
 
 def _by_field(source: Source, problems: list[str]) -> dict[str, _Given]:
@@ -114,6 +128,8 @@ def _by_field(source: Source, problems: list[str]) -> dict[str, _Given]:
 def unknown_name(source: Source, name: str) -> str:
     """What is said of a name that no field has: with the nearest that there is."""
     plain = name.lstrip("-").replace("-", "_")
+    if source.kind == "preset":
+        return f"preset {source.name} asks for {name} {source.values[name]!r}, which this fleetune cannot do: take another"
     if plain in run_spec.sections():
         return f"{plain} ({source.origin(name)}) is a section, and settings are written flat: leave the section out"
     near = nearest(plain)
@@ -144,6 +160,7 @@ _OTHER_WORDS = {
     "save_steps": "checkpoint_every",
     "save_total_limit": "keep_checkpoints",
     "nproc_per_node": "gpus",
+    "num_train_steps": "max_steps",
 }
 
 

@@ -58,6 +58,10 @@ class WeightsSection(_Section):
         "The model: a preset, a hub id, a folder, a .gguf file, an adapter or a run folder.",
         aliases=("base_model", "model_name", "model_name_or_path"),
     )
+    preset: str | None = _field(
+        None,
+        "Take the defaults of this preset (fleetune presets) for whatever model. Empty: those of --model, if it is one.",
+    )
     revision: str | None = _field(None, "Commit, tag or branch of a hub model. A commit is the only one that cannot move.")
     offline: bool = _field(False, "Never use the network: a hub model must be in the local cache.", resume=True)
     allow_remote_code: bool = _field(
@@ -134,8 +138,13 @@ class OptimizationSection(_Section):
     learning_rate: float | None = _field(None, "Peak learning rate. Empty: 2e-4 for an adapter, 2e-5 for full.", gt=0)
     schedule: Literal["cosine", "linear", "constant"] = _field("cosine", "Shape of the learning rate after the warmup.")
     warmup: float = _field(0.03, "Share of the steps in which the learning rate rises from 0.", ge=0.0, lt=1.0)
+    warmup_steps: int | None = _field(None, "The same in optimizer steps, instead of a share.", ge=0)
     final_learning_rate_share: float = _field(0.1, "The schedule ends at this share of the peak.", ge=0.0, le=1.0)
-    optimizer: Literal["adamw"] = _field("adamw", "The optimizer.")
+    optimizer: Literal["adamw", "adam", "cpu_adam"] = _field(
+        "adamw",
+        "adamw decays weights beside the gradient, adam within it. cpu_adam is adamw whose state and update are on the CPU.",
+        aliases=("optimizer_name",),
+    )
     beta1: float = _field(0.9, "AdamW: decay of the gradient's mean.", ge=0.0, lt=1.0)
     beta2: float = _field(0.999, "AdamW: decay of the gradient's square.", ge=0.0, lt=1.0)
     epsilon: float = _field(1e-8, "AdamW: added to the denominator.", gt=0)
@@ -226,6 +235,13 @@ class OutputSection(_Section):
         0, "Stop after this many evaluations without a better held-out loss; 0 never does.", ge=0, resume=True
     )
     log_level: Literal["debug", "info", "warning", "error"] = _field("info", "How much the logs say.", resume=True)
+    log_every: int = _field(
+        1,
+        "Where there is no terminal, print a line every so many steps. metrics.jsonl has every step.",
+        aliases=("logging_steps",),
+        ge=1,
+        resume=True,
+    )
     tensorboard: bool = _field(False, "Also write TensorBoard event files into the run folder.", resume=True)
     json_output: bool = _field(False, "Print the summary as JSON on stdout, for programs.", aliases=("json",), resume=True)
 

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. temperature 0 is greedy decoding; top_p keeps the likeliest share of the mass."""
+    """How the next token is drawn. temperature 0 is greedy decoding; top_p keeps the likeliest share of the mass, top_k the
+    so many likeliest tokens (0: all). penalty_alpha above 0 is contrastive search among top_k, and nothing is drawn."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    penalty_alpha: float = 0.0
     seed: int = 0
 
 
@@ -53,6 +56,8 @@ def generate_tokens(
     """New tokens of each prompt, without the one that stops it. Prompts of unequal length are padded on the left."""
     import torch
 
+    if sampling.penalty_alpha > 0:
+        return [_contrastive(model, prompt, stop, sampling, streamer) for prompt in prompts]
     longest = max(len(prompt) for prompt in prompts)
     padding = next(iter(stop), 0)
     tokens = torch.full((len(prompts), longest), padding, dtype=torch.int64)
@@ -63,7 +68,7 @@ def generate_tokens(
     chosen: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if sampling.temperature > 0:
         torch.manual_seed(sampling.seed)
-        chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     with torch.no_grad(), model.own_attention() as module:
         out = module.generate(
             input_ids=tokens.to(model.device),
@@ -75,6 +80,27 @@ def generate_tokens(
             **chosen,
         )
     return [until_stop(row[longest:].tolist(), stop) for row in out]
+
+
+def _contrastive(model: CausalModel, prompt: list[int], stop: set[int], sampling: Sampling, streamer: Any) -> list[int]:
+    from fleetune.models.contrastive import Contrast, contrastive_search
+
+    def show(token: int) -> None:
+        if streamer is not None:
+            streamer.put(torch.tensor([token]))
+
+    import torch
+
+    contrast = Contrast(sampling.penalty_alpha, sampling.top_k)
+    if streamer is not None:
+        streamer.put(torch.tensor([prompt]))  # which it passes over, as `generate` gives it
+    with model.own_attention() as module:
+        found = contrastive_search(
+            module, prompt, contrast=contrast, stop=stop, max_new_tokens=sampling.max_new_tokens, on_token=show
+        )
+    if streamer is not None:
+        streamer.end()
+    return found
 
 
 def until_stop(tokens: list[int], stop: set[int]) -> list[int]:

@@ -22,8 +22,11 @@ class AdamWSettings:
     weight_decay: float
 
 
-def adamw(settings: AdamWSettings) -> Callable[[NamedParameters], torch.optim.Optimizer]:
-    """A factory of AdamW in two groups: matrices decay, biases and norms (fewer than 2 dims) never do."""
+def adamw(settings: AdamWSettings, *, is_decoupled: bool = True) -> Callable[[NamedParameters], torch.optim.Optimizer]:
+    """A factory of AdamW in two groups: matrices decay, biases and norms (fewer than 2 dims) never do.
+
+    is_decoupled: weights decay beside the gradient (AdamW); else their decay is part of it (Adam with an L2 penalty).
+    """
 
     def build(named: NamedParameters) -> torch.optim.Optimizer:
         import torch
@@ -33,7 +36,8 @@ def adamw(settings: AdamWSettings) -> Callable[[NamedParameters], torch.optim.Op
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(
+        kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+        return kind(
             [group for group in groups if group["params"]],
             lr=0.0,
             betas=(settings.beta1, settings.beta2),
@@ -44,5 +48,10 @@ def adamw(settings: AdamWSettings) -> Callable[[NamedParameters], torch.optim.Op
     return build
 
 
-#: What `--optimizer` chooses from.
-OPTIMIZERS = {"adamw": adamw}
+def adam(settings: AdamWSettings) -> Callable[[NamedParameters], torch.optim.Optimizer]:
+    """A factory of Adam (Kingma & Ba 2015), in the same two groups."""
+    return adamw(settings, is_decoupled=False)
+
+
+#: What `--optimizer` chooses from. On a CPU, cpu_adam is what adamw is.
+OPTIMIZERS = {"adamw": adamw, "adam": adam, "cpu_adam": adamw}

@@ -11,7 +11,8 @@ class Schedule:
     """The learning rate of every step of a run.
 
     peak: the highest learning rate. num_steps: the horizon, in optimizer steps. shape: `cosine`, `linear` or `constant`.
-    warmup: share of the horizon in which the rate rises linearly to the peak. final_share: the rate at the end of the
+    warmup: share of the horizon in which the rate rises linearly to the peak; warmup_steps: the same in steps, where it is
+    given. final_share: the rate at the end of the
     horizon, and after it, as a share of the peak (`constant` has none).
     """
 
@@ -19,11 +20,12 @@ class Schedule:
     num_steps: int
     shape: str = "cosine"
     warmup: float = 0.0
+    warmup_steps: int | None = None
     final_share: float = 0.0
 
     def __call__(self, step: int) -> float:
         """The learning rate of optimizer step `step` (0-based)."""
-        warmup_steps = math.ceil(self.warmup * self.num_steps)
+        warmup_steps = math.ceil(self.warmup * self.num_steps) if self.warmup_steps is None else self.warmup_steps
         if step < warmup_steps:
             return self.peak * (step + 1) / (warmup_steps + 1)
         if self.shape == "constant":

@@ -131,6 +131,7 @@ def schedule_of(spec: RunSpec, num_steps: int) -> Schedule:
         num_steps=num_steps,
         shape=optimization.schedule,
         warmup=optimization.warmup,
+        warmup_steps=optimization.warmup_steps,
         final_share=optimization.final_learning_rate_share,
     )
 
