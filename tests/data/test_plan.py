@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetune.data.plan import num_steps, plan_run
+from fleetune.data.plan import plan_run
+from fleetune.spec.batches import num_steps
 
 sizes = st.integers(1, 60)
 batches = st.integers(1, 16)

@@ -153,7 +153,7 @@ def test_a_hub_data_set_that_is_not_in_the_cache_opens_no_connection_offline(
         raise AssertionError("a connection was opened")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    with pytest.raises(UserError, match="--offline forbids"):
+    with pytest.raises(UserError, match="--offline or HF_HUB_OFFLINE forbids"):
         find_files(["someone/other"], offline=True)
 
 

@@ -38,8 +38,9 @@ def masks(batch, *, seed=0, name="a", rate=0.25, width=64) -> torch.Tensor:
     """bool [tokens, width]: what is kept of a flat row."""
     randomness = Randomness(seed)
     dropout = KeyedDropout(rate, name, randomness)
-    with randomness.about(lay_out(batch, "flat", CPU)):
-        return dropout(torch.ones(1, batch.num_tokens, width))[0] != 0
+    laid_out = lay_out(batch, "flat", CPU)
+    with randomness.about(laid_out):
+        return dropout(torch.ones(*laid_out.tokens.shape, width))[0, : batch.num_tokens] != 0
 
 
 def test_the_rate_is_right_and_what_is_kept_is_scaled():

@@ -125,25 +125,35 @@ def test_positions_restart_and_targets_follow_their_predecessors():
         samples=("a", "b", "c"),
     )
     flat = lay_out(batch, "flat", CPU)
-    assert flat.positions.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert flat.positions.tolist() == [[0, 1, 2, 0, 1, 0] + [0] * 26]
+    assert flat.tokens.tolist() == [[10, 11, 12, 20, 21, 30] + [30] * 26]
     assert flat.select.tolist() == [0, 1, 3] and flat.targets.tolist() == [11, 12, 21]
-    assert flat.origins.sequences.tolist() == [4, 4, 4, 4, 4, 9] and flat.origins.positions.tolist() == [0, 1, 2, 3, 4, 0]
+    assert flat.origins.sequences.tolist() == [4, 4, 4, 4, 4] + [9] * 27
+    assert flat.origins.positions.tolist() == [0, 1, 2, 3, 4] + [0] * 27
     rows = lay_out(batch, "documents", CPU)
     assert rows.tokens.tolist() == [[10, 11, 12], [20, 21, 21], [30, 30, 30]]
     assert rows.select.tolist() == [0, 1, 3] and rows.targets.tolist() == [11, 12, 21]
     assert rows.origins.positions.tolist() == [0, 1, 2, 3, 4, 4, 0, 0, 0]
 
 
-def test_every_slot_of_the_flat_row_is_attended_once_whatever_the_grouping():
-    lengths = [40, 3, 3, 300, 40, 2, 1, 1, 39, 17]
-    batch = random_batch(lengths)
-    laid_out = lay_out(batch, "flat", CPU)
-    assert any(group.count > 1 for group in laid_out.groups), "short documents of similar length are attended together"
-    assert sum(group.count for group in laid_out.groups) == len(lengths)
-    assert sum(group.count * group.length for group in laid_out.groups) == len(laid_out.gather)
-    assert laid_out.gather[laid_out.restore].tolist() == list(range(sum(lengths)))
-    alone = lay_out(random_batch([40, 300, 170]), "flat", CPU)
-    assert alone.gather is None and [group.length for group in alone.groups] == [40, 300, 170]
+def test_every_token_of_the_flat_row_is_attended_once_whatever_the_grouping():
+    lengths = [40, 3, 3, 300, 40, 2, 1, 1, 39, 17, 64]
+    laid_out = lay_out(random_batch(lengths), "flat", CPU)
+    grouping = laid_out.grouping
+    assert [(group.count, group.length) for group in grouping.groups] == [(4, 64), (6, 32), (1, 320)]
+    assert sum(group.count * group.length for group in grouping.groups) == len(grouping.gather)
+    assert grouping.num_tokens == sum(lengths) and laid_out.tokens.shape[1] == len(grouping.restore) == 512
+    assert grouping.gather[grouping.restore[: sum(lengths)]].tolist() == list(range(sum(lengths)))
+    real = set(range(len(grouping.gather))) - set(grouping.pads.tolist())
+    assert real == set(grouping.restore[: sum(lengths)].tolist())
+
+
+def test_few_shapes_come_of_many_lengths():
+    """Each shape costs kernels that libraries make and keep."""
+    rng = np.random.default_rng(0)
+    laid_out = [lay_out(random_batch(rng.integers(1, 250, 5).tolist()), "flat", CPU) for _ in range(200)]
+    assert len({row.tokens.shape for row in laid_out}) <= 40
+    assert len({(group.count, group.length) for row in laid_out for group in row.grouping.groups}) <= 8 * 5
 
 
 def test_long_documents_use_the_fused_attention_with_the_same_result(model_folder):

@@ -92,16 +92,6 @@ def test_steps_are_known_from_max_steps_or_from_the_rows(shape):
     assert make_plan(spec(), shape, layout=Layout(1)).num_steps is None
 
 
-def test_steps_agree_with_the_sample_plan(shape):
-    from fleetune.data.plan import num_steps as steps_of_data
-    from fleetune.spec.batches import num_steps
-
-    for num_sequences in (1, 7, 8, 9, 100):
-        for epochs in (0.1, 0.5, 1.0, 1.1, 2.7, 3.0):
-            for size in (1, 3, 8):
-                assert num_steps(num_sequences, epochs, size) == steps_of_data(num_sequences, epochs, size)
-
-
 def test_bytes_of_a_rank_by_method_and_precision(shape):
     full = make_plan(spec(method="full"), shape, layout=Layout(2)).memory
     count = shape.num_parameters

@@ -24,7 +24,7 @@ def fetch_data_set(name: str, *, offline: bool) -> Path:
         raise UserError(f"data {name!r} is a hub data set: install fleetune[hub], or give a local file") from None
     plain, _, revision = name.partition("@")
     repository, _, folder = re.sub(r"^([^/]+/[^/]+)/", r"\1\0", plain).partition("\0")
-    if offline:
+    if offline or hub.constants.HF_HUB_OFFLINE:
         snapshot = _cached(hub, name, repository, revision or None)
     else:
         snapshot = _downloaded(hub, name, repository, folder, revision or None)
@@ -44,8 +44,8 @@ def _cached(hub: Any, name: str, repository: str, revision: str | None) -> Path:
         return Path(hub.snapshot_download(repository, repo_type="dataset", revision=revision, local_files_only=True))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"data {name!r} is neither a local path nor in the hub's cache, and --offline forbids to look further: check the "
-            "path, or run once without --offline"
+            f"data {name!r} is neither a local path nor in the hub's cache, and --offline or HF_HUB_OFFLINE forbids to look "
+            "further: check the path, or run once without it"
         ) from error
 
 

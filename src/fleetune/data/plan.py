@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from fleetune.data.permutation import Permutation, key_of
+from fleetune.spec.batches import sequences_of_run
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,6 @@ class SamplePlan:
     def next_position(self, step: int) -> int:
         """The `next_sequence` after `step`: all that a checkpoint needs to know of the data."""
         return self.positions(step).stop
-
-
-def sequences_of_run(num_sequences: int, epochs: float) -> int:
-    """Sequences that `epochs` read: a part of an epoch is rounded up to a whole sequence."""
-    return max(1, math.ceil(epochs * num_sequences - 1e-9))
-
-
-def num_steps(num_sequences: int, epochs: float, global_batch_size: int) -> int:
-    """Optimizer steps of `epochs`; sequences run on across epochs, so only the last step of all may be short."""
-    return -(-sequences_of_run(num_sequences, epochs) // global_batch_size)
 
 
 def plan_run(

@@ -18,7 +18,7 @@ from torch.nn import functional
 from fleetune.models.dropout import Randomness, attention_mask_of, name_key, rounded_rate
 
 if TYPE_CHECKING:
-    from fleetune.models.layout import DocumentGroup, LaidOut
+    from fleetune.models.layout import DocumentGroup, Grouping, LaidOut
 
 NAME = "fleetune_documents"
 #: The same, with masks checked for patterns that are not known here; for one lone document only.
@@ -136,21 +136,48 @@ def attend(
     keys = None
     if asked.dropout and randomness is not None:
         keys = randomness.keys_of(name_key(randomness.next_site()), query.device)
-    # [T, heads, d]: documents are runs of rows, and the backward of one split is one join
-    q, k, v = (_parts(x[0].transpose(0, 1), laid_out) for x in (query, key, value))
-    rows = [None] * len(q) if keys is None else _parts(keys, laid_out)
-    outputs = [_attend_group(group, parts, asked, keys=own) for group, *parts, own in zip(laid_out.groups, q, k, v, rows)]
+    grouping = laid_out.grouping
+    assert grouping is not None
+    q, k, v = (_parts(_Gather.apply(x[0].transpose(0, 1), grouping), grouping) for x in (query, key, value))
+    rows = [None] * len(q) if keys is None else _parts(keys.index_select(0, grouping.gather), grouping)
+    outputs = [_attend_group(group, parts, asked, keys=own) for group, *parts, own in zip(grouping.groups, q, k, v, rows)]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    if laid_out.restore is not None:
-        joined = joined.index_select(0, laid_out.restore)
-    return joined[None].contiguous(), None
+    return _Restore.apply(joined, grouping)[None], None
 
 
-def _parts(rows: torch.Tensor, laid_out: LaidOut) -> tuple[torch.Tensor, ...]:
-    """[T, ...] -> [count * length, ...] of each group."""
-    if laid_out.gather is not None:
-        rows = rows.index_select(0, laid_out.gather)
-    return rows.split([group.count * group.length for group in laid_out.groups]) if len(laid_out.groups) > 1 else (rows,)
+class _Gather(torch.autograd.Function):
+    """Slots [C, ...] -> rows of the groups [P, ...]. As the rows beyond a document's end have no gradient, the backward
+    only has to pick, where that of `index_select` would add up."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: torch.Tensor, grouping: Grouping) -> torch.Tensor:
+        ctx.grouping = grouping
+        return slots.index_select(0, grouping.gather)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        slots = gradient.index_select(0, ctx.grouping.restore)
+        slots[ctx.grouping.num_tokens :] = 0
+        return slots, None
+
+
+class _Restore(torch.autograd.Function):
+    """Rows of the groups [P, ...] -> slots [C, ...]; the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, grouping: Grouping) -> torch.Tensor:
+        ctx.grouping = grouping
+        return rows.index_select(0, grouping.restore)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient.index_select(0, ctx.grouping.gather).index_fill_(0, ctx.grouping.pads, 0), None
+
+
+def _parts(rows: torch.Tensor, grouping: Grouping) -> tuple[torch.Tensor, ...]:
+    """[P, ...] -> [count * length, ...] of each group."""
+    sizes = [group.count * group.length for group in grouping.groups]
+    return rows.split(sizes) if len(sizes) > 1 else (rows,)
 
 
 def _attend_group(

@@ -18,9 +18,11 @@ from fleetune.spec.records import MicroBatch
 
 Layout = Literal["flat", "documents"]
 
-#: Padding that grouping may add to a document's attention, in score elements per head: about what one more call of the
-#: attention's small operations costs on a CPU.
-_GROUPING_PADS = 1024
+#: Lengths are rounded up to a multiple of this: a row of the matrix units' tiles, and few enough different shapes. Libraries
+#: keep the kernels that they make for each shape: with every length a shape of its own, a run of SmolLM2 on a CPU with AMX
+#: grew by 20 MB a step, to 6.5 GB, and spent time on making them.
+TILE = 32
+#: Score elements per head that one group computes at most.
 _GROUP_AREA = 1 << 20
 
 
@@ -34,22 +36,37 @@ class Origins:
 
 @dataclass(frozen=True)
 class DocumentGroup:
-    """`count` documents of at most `length` tokens whose attention is computed together, [count, length] rows of it."""
+    """`count` documents of at most `length` tokens, a multiple of `TILE`, whose attention is computed together."""
 
     count: int
     length: int
 
 
 @dataclass(frozen=True, eq=False)
+class Grouping:
+    """The flat row's C slots as the rows of groups, one group after the other, P rows in all.
+
+    gather: int64 [P], the slot of each row; a document's rows beyond its end repeat its last slot. restore: int64 [C], the
+    row of each slot; slots behind the last token take the last row. pads: int64, the rows beyond a document's end.
+    num_tokens: slots from here on hold no token. They and `pads` have no gradient: nothing is read from them.
+    """
+
+    groups: tuple[DocumentGroup, ...]
+    gather: torch.Tensor
+    restore: torch.Tensor
+    pads: torch.Tensor
+    num_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
 class LaidOut:
     """A micro-batch as tensors on a device, in one of the layouts.
 
-    tokens: int64 [R, C]; flat: R = 1. positions: int64 [1, C] where flat, else None (0, 1, ... in each row).
+    tokens: int64 [R, C]; flat: R = 1, and C is a multiple of `TILE`: slots behind the last token repeat it, nobody attends to
+    them, and nothing is read from them. positions: int64 [1, C] where flat, else None (0, 1, ... in each row).
     select: int64 [N], slots of the flattened [R * C] that predict a trained token, in the order of the tokens.
     targets: int64 [N], the tokens they predict.
-    groups: flat only; what documents are attended together. gather: int64 [P], the slots of the groups' rows, one group
-    after the other; a shorter document repeats its last slot. restore: int64 [C], where in [P] each slot is found again.
-    Both are None where every document is alone in its group, in order, and P = C.
+    grouping: flat only; which documents are attended together.
     """
 
     layout: Layout
@@ -59,9 +76,7 @@ class LaidOut:
     select: torch.Tensor
     targets: torch.Tensor
     origins: Origins
-    groups: tuple[DocumentGroup, ...] = ()
-    gather: torch.Tensor | None = None
-    restore: torch.Tensor | None = None
+    grouping: Grouping | None = None
 
     @property
     def weight(self) -> int:
@@ -86,18 +101,18 @@ def _flat(batch: MicroBatch, device: torch.device) -> LaidOut:
     bounds = np.asarray(batch.document_bounds)
     lengths = np.diff(bounds)
     targets = np.flatnonzero(batch.trained)
-    groups, gather, restore = _group(bounds[:-1], lengths)
+    slots = np.minimum(np.arange(_rounded(batch.num_tokens)), batch.num_tokens - 1)
+    positions = np.arange(batch.num_tokens) - np.repeat(bounds[:-1], lengths)
+    origins = _origins(batch)
     return LaidOut(
         layout="flat",
         step=batch.step,
-        tokens=_tensor(batch.tokens, device)[None],
-        positions=_tensor(np.arange(batch.num_tokens) - np.repeat(bounds[:-1], lengths), device)[None],
+        tokens=_tensor(batch.tokens[slots], device)[None],
+        positions=_tensor(positions[slots], device)[None],
         select=_tensor(targets - 1, device),
         targets=_tensor(batch.tokens[targets], device),
-        origins=_origins(batch),
-        groups=groups,
-        gather=None if gather is None else _tensor(gather, device),
-        restore=None if restore is None else _tensor(restore, device),
+        origins=Origins(origins.sequences[slots], origins.positions[slots]),
+        grouping=_group(bounds[:-1], lengths, device),
     )
 
 
@@ -130,30 +145,36 @@ def _origins(batch: MicroBatch) -> Origins:
     )
 
 
-def _group(starts: np.ndarray, lengths: np.ndarray) -> tuple[tuple[DocumentGroup, ...], np.ndarray | None, np.ndarray | None]:
-    """Group documents of similar length, in the order of their first one. Returns (groups, gather, restore)."""
+def _group(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Grouping:
+    """Group documents of one rounded length, in the order of their first one."""
     members: list[list[int]] = []
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        longest = int(lengths[members[-1][0]]) if members else 0
-        near = longest**2 - int(lengths[document]) ** 2 <= _GROUPING_PADS
-        if members and near and (len(members[-1]) + 1) * longest**2 <= _GROUP_AREA:
-            members[-1].append(document)
-        else:
-            members.append([document])
-    members.sort(key=lambda group: group[0])
-    groups = tuple(DocumentGroup(len(group), int(lengths[group[0]])) for group in members)
-    if all(group.count == 1 for group in groups):
-        return groups, None, None
-    gather: list[np.ndarray] = []
-    restore = np.empty(int(lengths.sum()), dtype=np.int64)
-    done = 0
-    for group, length in ((group, int(lengths[group[0]])) for group in members):
-        for document in group:
-            start, own = int(starts[document]), int(lengths[document])
-            gather.append(start + np.minimum(np.arange(length), own - 1))
-            restore[start : start + own] = done + np.arange(own)
-            done += length
-    return groups, np.concatenate(gather), restore
+    open_group: dict[int, list[int]] = {}
+    for document, length in enumerate(_rounded(int(own)) for own in lengths):
+        group = open_group.get(length)
+        if group is None or (len(group) + 1) * length**2 > _GROUP_AREA:
+            group = open_group[length] = []
+            members.append(group)
+        group.append(document)
+    order = [document for group in members for document in group]
+    padded = np.array([_rounded(int(lengths[document])) for document in order])
+    within = np.arange(int(padded.sum())) - np.repeat(np.cumsum(padded) - padded, padded)
+    own = np.repeat(lengths[order], padded)
+    gather = np.repeat(starts[order], padded) + np.minimum(within, own - 1)
+    num_tokens = int(lengths.sum())
+    restore = np.full(_rounded(num_tokens), len(gather) - 1, dtype=np.int64)
+    is_token = within < own
+    restore[gather[is_token]] = np.flatnonzero(is_token)
+    return Grouping(
+        groups=tuple(DocumentGroup(len(group), _rounded(int(lengths[group[0]]))) for group in members),
+        gather=_tensor(gather, device),
+        restore=_tensor(restore, device),
+        pads=_tensor(np.flatnonzero(~is_token), device),
+        num_tokens=num_tokens,
+    )
+
+
+def _rounded(length: int) -> int:
+    return -(-length // TILE) * TILE
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -46,9 +46,14 @@ def divide(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> Ba
     return Batches(global_batch_size, micro_batch_size, num_micro_batches, shares(num_micro_batches, data_ranks))
 
 
+def sequences_of_run(num_sequences: int, epochs: float) -> int:
+    """Sequences that `epochs` read: a part of an epoch is rounded up to a whole sequence."""
+    return max(1, math.ceil(epochs * num_sequences - 1e-9))
+
+
 def num_steps(num_sequences: int, epochs: float, global_batch_size: int) -> int:
     """Optimizer steps that read each sequence `epochs` times; sequences run on across epochs, so only the last may be short."""
-    return -(-max(1, math.ceil(epochs * num_sequences - 1e-9)) // global_batch_size)
+    return -(-sequences_of_run(num_sequences, epochs) // global_batch_size)
 
 
 def derive(

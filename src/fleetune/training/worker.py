@@ -33,7 +33,6 @@ def main(argv: list[str] | None = None) -> int:
 def run(folder: RunFolder, attempt: int) -> int:
     """Run one rank to its end; returns the exit code, after writing the outcome."""
     stop = StopRequest().install()
-    watch_supervisor()
     kind, cause, code = "done", "", EXIT_DONE
     try:
         train_one_rank(folder, attempt, stop)
@@ -47,12 +46,6 @@ def run(folder: RunFolder, attempt: int) -> int:
         traceback.print_exc()
     write_outcome(folder, attempt, Outcome(kind, redacted(cause), code, rank_of(), node_of(), attempt))
     return code
-
-
-def watch_supervisor() -> None:
-    from fleetune.parallel.lifeline import watch
-
-    watch()
 
 
 def train_one_rank(folder: RunFolder, attempt: int, stop: StopRequest) -> None:
