@@ -97,19 +97,7 @@ def load_adapter(model: CausalModel, folder: Path, *, trainable: bool) -> Causal
     Raises UserError for what is no LoRA adapter of PEFT's, for one that does more than low-rank layers can, and for one
     that was made for another base model.
     """
-    saved = read_adapter(folder)
-    name_of = naming(model.module)
-    modules = dict(model.module.named_modules())
-    renamed = {target: name_of(f"{target}.weight")[0].removesuffix(".weight") for target in saved.settings.targets}
-    strange = [t for t, name in renamed.items() if name == model.anatomy.head or not is_linear(modules.get(name, model.module))]
-    if strange:
-        raise UserError(
-            f"the adapter {folder} adapts {', '.join(strange[:3])}, which is no linear layer in a block of "
-            f"{type(model.module).__name__}: give its own base model, or merge it with PEFT and give the merged model"
-        )
-    settings = saved.settings.renamed(renamed)
-    settings = replace(settings, targets=tuple(name for name in modules if name in set(settings.targets)))
-    tensors = {f"{renamed[target]}.{kind}": value for (target, kind), value in saved.tensors.items()}
+    settings, tensors = renamed_adapter(model, folder)
     raise_if_any(_wrong_shapes(model, folder, settings, tensors))
     _insert(model, settings, seed=0)
     with torch.no_grad():
@@ -118,6 +106,31 @@ def load_adapter(model: CausalModel, folder: Path, *, trainable: bool) -> Causal
             parameter.copy_(value)
             parameter.requires_grad_(trainable)
     return model
+
+
+def renamed_adapter(model: CausalModel, folder: Path) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
+    """(settings, weights by their name in the model) of a saved adapter. Raises UserError as `load_adapter` does."""
+    saved = read_adapter(folder)
+    name_of = naming(model.module)
+    modules = dict(model.module.named_modules())
+    renamed = {target: name_of(f"{target}.weight")[0].removesuffix(".weight") for target in saved.settings.targets}
+    strange = [
+        t for t, name in renamed.items() if name == model.anatomy.head or not _is_adaptable(modules.get(name, model.module))
+    ]
+    if strange:
+        raise UserError(
+            f"the adapter {folder} adapts {', '.join(strange[:3])}, which is no linear layer in a block of "
+            f"{type(model.module).__name__}: give its own base model, or merge it with PEFT and give the merged model"
+        )
+    settings = saved.settings.renamed(renamed)
+    settings = replace(settings, targets=tuple(name for name in modules if name in set(settings.targets)))
+    tensors = {f"{renamed[target]}.{kind}": value for (target, kind), value in saved.tensors.items()}
+    return settings, tensors
+
+
+def _is_adaptable(module: torch.nn.Module) -> bool:
+    """A linear layer, or one that has its adapter already."""
+    return is_linear(module) or isinstance(module, LoraLinear)
 
 
 def _wrong_shapes(model: CausalModel, folder: Path, settings: AdapterSettings, tensors: dict[str, torch.Tensor]) -> list[str]:

@@ -123,7 +123,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @dataclass
-class _Found:
+class Found:
     """What did not fit, while weights are put in."""
 
     missing: set[str]
@@ -135,8 +135,8 @@ def _put_in(module: nn.Module, stored: StoredWeights, *, dtype: torch.dtype, dev
     """Put every stored tensor in its place, move the buffers, tie what is tied; then say all that did not fit."""
     name_of = naming(module)
     state = module.state_dict(keep_vars=True)
-    kept = _kept_in_fp32(module, dtype)
-    found = _Found(set(state), [], [])
+    kept = kept_in_fp32(module, dtype)
+    found = Found(set(state), [], [])
     for stored_name, tensor in stored.tensors():
         name = name_of(stored_name)[0]
         if name not in state:
@@ -156,7 +156,7 @@ def _put_in(module: nn.Module, stored: StoredWeights, *, dtype: torch.dtype, dev
             if buffer is not None and buffer.device != device:
                 owner._buffers[name] = buffer.to(device)
     module.tie_weights(missing_keys=found.missing, recompute_mapping=False)  # type: ignore[operator]
-    _raise_for(found, module, stored.folder)
+    raise_for(found, module, stored.folder)
 
 
 def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._buffers[leaf] = tensor
 
 
-def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> Any:
+def kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> Any:
     """Whether a family asks for fp32 of a parameter, as transformers decides it while reading weights in `dtype`."""
     import re
 
@@ -181,7 +181,7 @@ def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> Any:
     return lambda name: pattern.search(name) is not None
 
 
-def _raise_for(found: _Found, module: nn.Module, folder: Path) -> None:
+def raise_for(found: Found, module: nn.Module, folder: Path) -> None:
     import re
 
     def ignored(name: str, patterns: Any) -> bool:
@@ -235,5 +235,5 @@ def _read_by_transformers(folder: Path, empty: nn.Module, dtype: torch.dtype) ->
         if shown:
             logging.enable_progress_bar()
     misshaped = [f"{name} has another shape than by config.json" for name, *_ in info["mismatched_keys"]]
-    _raise_for(_Found(set(info["missing_keys"]), list(info["unexpected_keys"]), misshaped), module, folder)
+    raise_for(Found(set(info["missing_keys"]), list(info["unexpected_keys"]), misshaped), module, folder)
     return module

@@ -54,6 +54,8 @@ class CausalModel:
         self.randomness = randomness
         self.folder = folder
         self.adapter: AdapterSettings | None = None
+        #: Whole shapes of the parameters by name: an engine may cut them later.
+        self.whole_shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         self._own_attention = str(module.config._attn_implementation)
         self._attention_of_rows = self._own_attention
         self._length_switch = LengthSwitch.of(module.config)
@@ -118,7 +120,7 @@ class CausalModel:
         """
         if self.adapter is not None:
             return save_adapter(tensors, folder, self.adapter, base_model_name=base_model)
-        return save_full(self.module, tensors, folder, source=self.folder)
+        return save_full(self.module, tensors, folder, source=self.folder, shapes=self.whole_shapes)
 
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)

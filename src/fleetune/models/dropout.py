@@ -126,8 +126,13 @@ class Randomness:
         keys = keys ^ ((keys >> 29) & 0x7_FFFF_FFFF)
         return cast(torch.Tensor, keys * -7046029254386353131)  # 0x9E3779B97F4A7C15 as int64
 
-    def drop(self, values: torch.Tensor, rate: float, module_key: int) -> torch.Tensor:
-        """Dropout of activations [R, C, ...] or [R * C, ...], or of attention probabilities [R, heads, C, K]."""
+    def drop(
+        self, values: torch.Tensor, rate: float, module_key: int, columns_of: tuple[int, int] | None = None
+    ) -> torch.Tensor:
+        """Dropout of activations [R, C, ...] or [R * C, ...], or of attention probabilities [R, heads, C, K].
+
+        columns_of: (first, count) where the values are some columns of features [R, C, F]: first column, columns in all.
+        """
         rate = rounded_rate(rate)
         if rate <= 0.0:
             return values
@@ -137,7 +142,8 @@ class Randomness:
         if len(shape) == 4 and shape[0] == rows and shape[2] == columns:
             keep = attention_mask_of(keys.view(rows, 1, columns), shape[1], shape[3], rate)
         elif len(shape) >= 3 and shape[:2] == (rows, columns):
-            keep = _feature_mask(keys, values[0, 0].numel(), rate).view(shape)
+            first, width = columns_of or (0, values[0, 0].numel())
+            keep = _feature_mask(keys, width, rate)[:, first : first + values[0, 0].numel()].reshape(shape)
         elif len(shape) >= 2 and shape[0] == rows * columns:
             keep = _feature_mask(keys, values[0].numel(), rate).view(shape)
         else:
@@ -178,11 +184,13 @@ class KeyedDropout(nn.Module):
         self.name = name
         self._key = name_key(name)
         self._randomness = randomness
+        #: (first, count) where this rank sees only some columns of what is dropped from.
+        self.columns: tuple[int, int] | None = None
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0.0:
             return values
-        return self._randomness.drop(values, self.p, self._key)
+        return self._randomness.drop(values, self.p, self._key, self.columns)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, keyed by {self.name!r}"

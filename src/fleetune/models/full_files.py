@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,15 +13,22 @@ from torch import nn
 from fleetune.models.stored import SINGLE_FILE, write_weights
 
 
-def save_full(module: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, source: Path) -> set[str]:
+def save_full(
+    module: nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    *,
+    source: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> set[str]:
     """Write weights in fp32 and the source folder's config into `folder`; returns the names in the file.
 
-    tensors: every parameter by its name, a tied one once. Buffers that belong to a checkpoint are the module's own.
+    tensors: every parameter by its name, a tied one once; shapes: their whole shapes. Buffers that belong to a checkpoint are
+    the module's own.
     """
-    named = dict(module.named_parameters())
     kept = set(module.state_dict(keep_vars=True))
     buffers = {name: value for name, value in module.named_buffers() if name in kept and value.is_floating_point()}
-    shapes = {name: tuple(value.shape) for name, value in {**named, **buffers}.items()}
+    shapes = {**shapes, **{name: tuple(value.shape) for name, value in buffers.items()}}
     folder.mkdir(parents=True, exist_ok=True)
 
     def everything() -> Iterable[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ model's names do not change; the adapter's are `lora_A.weight`, `lora_B.weight` 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -99,6 +99,8 @@ class LoraLinear(nn.Module):
         )
         self.register_parameter("lora_magnitude_vector", magnitude)
         self.lora_dropout = KeyedDropout(settings.dropout, f"{name}.lora_dropout", randomness)
+        #: Where this rank has only some columns of the input: sums a tensor over the ranks that have the others.
+        self.over_peers: Callable[[torch.Tensor], None] | None = None
 
     def oriented(self) -> torch.Tensor:
         """The base weight as [out, in], a view."""
@@ -138,7 +140,11 @@ class LoraLinear(nn.Module):
         """fp32 [out]: norms of the rows of W + scale * B A, without a gradient."""
         with torch.no_grad():
             merged = torch.addmm(self.oriented().float(), self.lora_B.weight, self.lora_A.weight, alpha=self.scale)
-            return torch.linalg.vector_norm(merged, dim=1)
+            if self.over_peers is None:
+                return torch.linalg.vector_norm(merged, dim=1)
+            squares = merged.square().sum(1)
+            self.over_peers(squares)
+            return squares.sqrt()
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.lora_A.weight.shape[0]}"

@@ -54,7 +54,7 @@ def probe(model: nn.Module, anatomy: Anatomy, device: torch.device, *, try_flat:
     try:
         with torch.no_grad():
             try:
-                with _one_block_of_each_kind(model, anatomy):
+                with _one_block_of_eachkind_of_block(model, anatomy):
                     return _probe(model, anatomy, device, try_flat)
             except (IndexError, KeyError, RuntimeError, TypeError, ValueError):  # a family that counts its blocks elsewhere
                 return _probe(model, anatomy, device, try_flat)
@@ -64,10 +64,10 @@ def probe(model: nn.Module, anatomy: Anatomy, device: torch.device, *, try_flat:
 
 
 @contextmanager
-def _one_block_of_each_kind(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
+def _one_block_of_eachkind_of_block(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
     blocks = model.get_submodule(anatomy.blocks)
     whole = blocks._modules
-    kinds = {_kind(block): block for block in reversed(list(whole.values())) if block is not None}
+    kinds = {kind_of_block(block): block for block in reversed(list(whole.values())) if block is not None}
     blocks._modules = {str(index): block for index, block in enumerate(reversed(kinds.values()))}
     try:
         yield
@@ -75,7 +75,7 @@ def _one_block_of_each_kind(model: nn.Module, anatomy: Anatomy) -> Iterator[None
         blocks._modules = whole
 
 
-def _kind(block: nn.Module) -> str:
+def kind_of_block(block: nn.Module) -> str:
     """What tells blocks apart: their modules' classes and settings, not their number."""
     described = []
     for name, module in block.named_modules():

@@ -64,6 +64,16 @@ class StoredWeights:
                     if self.files.get(name) == path:
                         yield name, file.get_tensor(name)
 
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(stored name, shape) of every tensor, from the headers."""
+        from safetensors import safe_open
+
+        for path in dict.fromkeys(self.files.values()):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                    if self.files.get(name) == path:
+                        yield name, tuple(file.get_slice(name).get_shape())
+
 
 def write_weights(
     path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fleetune.parallel.held import Held
 from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
@@ -11,9 +11,15 @@ from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 
 class Engine(Protocol):
     """A model over all ranks, with its optimizer. All methods are collective: every rank calls them in the same order."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether a forward is collective, so that in `live` all ranks must make equally many."""
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepReport:
         """One optimizer step over the micro-batches of all ranks; each gives its own share, which may be empty."""
@@ -32,6 +38,10 @@ class Engine(Protocol):
 
     def fingerprint(self) -> str:
         """A hash of all trained parameters: equal where they are equal to the last bit."""
+
+    def live(self, run: Callable[[], T]) -> T:
+        """Call something that runs the model as a module (generation), with what this rank needs for it in place. All ranks;
+        without a gradient."""
 
     def held(self) -> Held:
         """What this rank holds of the training state. No collective takes place."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fleetune.parallel.world import World
 
 #: Name -> module; imported only when its engine is wanted.
-MODULES = {"replicated": "fleetune.parallel.native"}
+MODULES = {"replicated": "fleetune.parallel.native", "sharded": "fleetune.parallel.sharded"}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, Protocol, TypeVar, final
 
 import torch
 
@@ -19,8 +19,8 @@ from fleetune.parallel.gradients import FlatGradients
 from fleetune.parallel.held import Held, held_by
 from fleetune.parallel.loss_scale import LossScale
 from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
+from fleetune.parallel.step_counts import check_weight, count_step
 from fleetune.parallel.world import World
-from fleetune.spec.errors import UserError
 from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 Forward = Callable[[MicroBatch], tuple[torch.Tensor, int]]
 
 _SCALE_NAME, _SCALE_ROLE = "loss_scale", "engine"
+T = TypeVar("T")
 
 
 class TrainedModel(Protocol):
@@ -50,10 +51,14 @@ class TrainedModel(Protocol):
 @dataclass(frozen=True)
 class StepSettings:
     """gradient_clip: the L2 norm that gradients are scaled down to; 0 never. precision: of the forward; `fp16` needs (and
-    gets) a scaled loss. The forward itself chooses its dtypes, under autocast or not; trained parameters stay fp32."""
+    gets) a scaled loss. The forward itself chooses its dtypes, under autocast or not; trained parameters stay fp32.
+
+    accumulate: where ranks keep pieces: `shards` sums each micro-batch's gradients over the ranks and keeps only pieces, `once`
+    keeps whole gradients until the last one."""
 
     gradient_clip: float = 0.0
     precision: str = "fp32"
+    accumulate: str = "shards"
 
 
 def forward_of(model: CausalModel, objective: TokenLoss) -> Forward:
@@ -81,6 +86,8 @@ def build(request: EngineRequest) -> Built:
 class NativeEngine:
     """One model on every rank. All methods are collective; see `fleetune.parallel.engine.Engine`."""
 
+    lockstep = False
+
     def __init__(
         self,
         model: TrainedModel,
@@ -107,10 +114,10 @@ class NativeEngine:
         Raises UserError, on all ranks, where the global batch has no trained token.
         """
         sent = self._world.bytes_sent
-        trained_tokens, tokens = self._count(micro_batches)
+        counts = count_step(self._world, micro_batches)
         self._model.train(True)
         self._gradients.zero()
-        self._gradients.put_loss(self._accumulate(micro_batches, trained_tokens))
+        self._gradients.put_loss(self._accumulate(micro_batches, counts.trained_tokens))
         self._world.sum_tensor(self._gradients.buffer)
         # From here on every rank works on the same bits, so all come to the same decision without asking each other.
         loss, scaled_norm = self._gradients.loss_and_norm()
@@ -125,8 +132,8 @@ class NativeEngine:
         return StepReport(
             loss=loss,
             gradient_norm=norm,
-            trained_tokens=trained_tokens,
-            tokens=tokens,
+            trained_tokens=counts.trained_tokens,
+            tokens=counts.tokens,
             applied=applied,
             bytes_sent=self._world.bytes_sent - sent,
         )
@@ -176,26 +183,15 @@ class NativeEngine:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    def live(self, run: Callable[[], T]) -> T:
+        return run()
+
     def held(self) -> Held:
         return held_by(self._model.module.parameters(), self._optimizer)
 
     def close(self) -> None:
         self._gradients.detach()
         self._optimizer.state.clear()
-
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
-        """(trained tokens, tokens) of the global batch; before the forward, since each loss is divided by the first."""
-        mine = [sum(batch.num_trained_tokens for batch in micro_batches), sum(batch.num_tokens for batch in micro_batches)]
-        trained_tokens, tokens = (int(count) for count in self._world.sum(mine))
-        if trained_tokens == 0:
-            samples = [sample for batch in micro_batches for sample in batch.samples]
-            everybody = [sample for part in self._world.gather_json(samples) for sample in part]
-            raise UserError(
-                f"no token of this step is trained, so there is nothing to learn from: {', '.join(everybody[:8])}"
-                f"{' and others' if len(everybody) > 8 else ''} ({len(everybody)} samples). See what is trained with "
-                "fleetune data inspect, and give --train-on all or remove these rows"
-            )
-        return trained_tokens, tokens
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], trained_tokens: int) -> torch.Tensor:
         """Add this rank's gradients into the buffer; returns its part of the mean loss, float64 scalar on the device."""
@@ -209,11 +205,7 @@ class NativeEngine:
 
     def _run(self, batch: MicroBatch) -> tuple[torch.Tensor, int]:
         loss, weight = self._forward(batch)
-        if weight != batch.num_trained_tokens:
-            raise RuntimeError(
-                f"the objective gave weight {weight} to micro-batch {batch.number} of step {batch.step}, which has "
-                f"{batch.num_trained_tokens} trained tokens"
-            )
+        check_weight(batch, weight)
         return loss, weight
 
     def _update(self, learning_rate: float) -> None:

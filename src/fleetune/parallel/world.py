@@ -156,8 +156,14 @@ class World:
     def sum_tensor(self, tensor: torch.Tensor) -> None:
         """Replace a tensor, on this world's device, by its sum over all ranks, the same to the last bit on each."""
         if self.world_size > 1:
-            self._count(tensor)
+            self.count_sent(tensor)
             dist.all_reduce(tensor)
+
+    def sum_over(self, axis: str, tensor: torch.Tensor) -> None:
+        """Replace a tensor, on this world's device, by its sum over this rank's peers along one axis of the layout."""
+        if self.layout.sizes()[axis] > 1:
+            self.count_sent(tensor)
+            dist.all_reduce(tensor, group=self.mesh.get_group(axis))
 
     def broadcast_json(self, value: Any) -> Any:
         """Rank 0's value, on every rank. What the others give is not looked at."""
@@ -167,7 +173,7 @@ class World:
         length = int(self.sum([len(message)])[0])
         data = _bytes(message) if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
         if self.rank == 0:
-            self._count(data)
+            self.count_sent(data)
         dist.broadcast(data, src=0)
         return _decode(data)
 
@@ -182,7 +188,7 @@ class World:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(message)] = _bytes(message)
         parts = [torch.empty_like(padded) for _ in sizes]
-        self._count(padded)
+        self.count_sent(padded)
         dist.all_gather(parts, padded)
         return [_decode(part[:size]) for part, size in zip(parts, sizes)]
 
@@ -198,11 +204,12 @@ class World:
         if self.world_size == 1:
             return [float(value) for value in values]
         tensor = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        self._count(tensor)
+        self.count_sent(tensor)
         dist.all_reduce(tensor, op=operation)
         return [float(value) for value in tensor.tolist()]
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def count_sent(self, tensor: torch.Tensor) -> None:
+        """Add what this rank gave to a collective that somebody else calls (FSDP's)."""
         self.bytes_sent += tensor.numel() * tensor.element_size()
 
 

@@ -22,10 +22,13 @@ def find_targets(shape: ModelShape, targets: Sequence[str]) -> list[LinearShape]
     return [linear for linear in shape.linears if any(_ends(linear, target) for target in targets)]
 
 
-def adapter_parameters(linears: Sequence[LinearShape], *, adapter: str, rank: int) -> int:
-    """Parameters of LoRA (A is [rank, in], B is [out, rank]) on these layers; DoRA learns a norm for each output as well."""
-    factors = sum(rank * (linear.num_in + linear.num_out) for linear in linears)
-    return factors + (sum(linear.num_out for linear in linears) if adapter == "dora" else 0)
+def adapter_shapes(linears: Sequence[LinearShape], *, adapter: str, rank: int) -> list[tuple[int, ...]]:
+    """Shapes of an adapter's weights: A is [rank, in], B is [out, rank]; DoRA learns a norm for each output as well."""
+    shapes: list[tuple[int, ...]] = []
+    for linear in linears:
+        shapes += [(rank, linear.num_in), (linear.num_out, rank)]
+        shapes += [(linear.num_out,)] if adapter == "dora" else []
+    return shapes
 
 
 def _ends(linear: LinearShape, target: str) -> bool:

@@ -19,7 +19,10 @@ class EngineKind:
 
 
 #: The first one that takes a run is its engine.
-ENGINE_KINDS = (EngineKind("replicated", lambda spec, layout: layout == Layout(replicate=layout.replicate)),)
+ENGINE_KINDS = (
+    EngineKind("replicated", lambda spec, layout: layout == Layout(replicate=layout.replicate)),
+    EngineKind("sharded", lambda spec, layout: layout.pipeline == 1),
+)
 
 
 def choose_engine(spec: RunSpec, layout: Layout) -> str:
@@ -27,4 +30,4 @@ def choose_engine(spec: RunSpec, layout: Layout) -> str:
     for kind in ENGINE_KINDS:
         if kind.takes(spec, layout):
             return kind.name
-    raise UserError(f"no engine runs {layout.describe()}: leave out --shard, --tensor and --pipeline")
+    raise UserError(f"no engine runs {layout.describe()}: leave out --pipeline")

@@ -12,7 +12,10 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("layout", f"{plan.layout.describe()} on {plan.layout.world_size} processes"))
     lines.append(("step", _step(plan)))
     if plan.memory is not None:
-        memory, up_to = plan.memory, "at most " if plan.precision == "auto" and plan.memory.frozen_bytes else ""
+        memory, up_to = (
+            plan.memory,
+            "at most " if (plan.precision == "auto" and plan.memory.frozen_bytes) or plan.layout.tensor > 1 else "",
+        )
         lines += [
             ("parameters", f"{up_to}{_size(memory.parameter_bytes)} on each rank{_frozen(plan)}"),
             ("gradients", f"{_size(memory.gradient_bytes)} on each rank"),
@@ -51,7 +54,8 @@ def _frozen(plan: Plan) -> str:
     assert plan.memory is not None
     if not plan.memory.frozen_bytes:
         return ""
-    return f", of which {_size(plan.memory.frozen_bytes)} frozen (mapped once for all processes of a node on CPUs)"
+    where = " (mapped once for all processes of a node on CPUs)" if plan.engine == "replicated" else ""
+    return f", of which {_size(plan.memory.frozen_bytes)} frozen{where}"
 
 
 def _size(num_bytes: int) -> str:

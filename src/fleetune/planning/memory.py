@@ -1,11 +1,18 @@
-"""Exact bytes of parameters, gradients and optimizer state on one rank of the replicate layout.
+"""Bytes of parameters, gradients and optimizer state on one rank: the first one, whose pieces are the largest.
 
-Activations are not in it: they depend on the rows, and come on top.
+Exact under replicate and shard; under tensor parallel at most, since only the model's own plan tells which layers are cut.
+Activations, and the block that a sharded model puts together while it computes, are not in it: they come on top.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from fleetune.spec.layout import Layout
+
+Shape = tuple[int, ...]
 
 #: Bytes of a frozen parameter by precision. `auto` counts as the largest: only the device will tell.
 PRECISION_BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -32,8 +39,26 @@ class RankMemory:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def rank_memory(num_parameters: int, trainable: int, *, method: str, precision: str) -> RankMemory:
-    """num_parameters: of the model without an adapter. trainable: what is trained: all of them, or the adapter's."""
-    frozen = num_parameters * PRECISION_BYTES[precision] if method == "lora" else 0
-    trained = trainable * _FP32_BYTES
-    return RankMemory(frozen, trained, trained, trained * _ADAMW_MOMENTS)
+def rank_memory(
+    base: Iterable[tuple[Shape, bool]],
+    adapter: Iterable[Shape] | None,
+    *,
+    precision: str,
+    layout: Layout,
+    accumulate: str = "shards",
+) -> RankMemory:
+    """base: (shape, whether it is a linear layer of a block) of every parameter of the model. adapter: shapes of the adapter's,
+    None where all of the model is trained. accumulate: when a sharded model's gradients are communicated."""
+    base = list(base)
+    kept = sum(_kept(shape, layout) // (layout.tensor if is_linear else 1) for shape, is_linear in base)
+    frozen = kept * PRECISION_BYTES[precision] if adapter is not None else 0
+    shapes = [shape for shape, _ in base] if adapter is None else list(adapter)
+    trained = (kept if adapter is None else sum(_kept(shape, layout) for shape in shapes)) * _FP32_BYTES
+    whole = sum(math.prod(shape) for shape in shapes) * _FP32_BYTES
+    gradients = whole if layout.shard > 1 and accumulate == "once" else trained
+    return RankMemory(frozen, trained, gradients, trained * _ADAMW_MOMENTS)
+
+
+def _kept(shape: Shape, layout: Layout) -> int:
+    """Values of the largest piece: the first dim is cut into pieces of equal size, the last ones smaller."""
+    return -(-shape[0] // layout.shard) * math.prod(shape[1:])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fleetune.planning.adapters import adapter_parameters, find_targets
+from fleetune.planning.adapters import adapter_shapes, find_targets
 from fleetune.planning.combinations import Asked, refusals
 from fleetune.planning.engines import choose_engine
 from fleetune.planning.memory import RankMemory, rank_memory
@@ -88,7 +89,7 @@ def make_plan(
     of an adapter that training goes on with; its shape is its own, whatever the spec says of rank and targets.
     """
     problems: list[str] = []
-    batches, trainable, engine = None, None, ""
+    batches, trained, engine = None, None, ""
     try:
         engine = choose_engine(spec, layout)
     except UserError as error:
@@ -99,16 +100,19 @@ def make_plan(
     except UserError as error:
         problems += error.problems
     try:
-        trainable = _trainable(spec, shape, adapter)
+        trained = _adapter(spec, shape, adapter) if spec.adaptation.method == "lora" else None
     except UserError as error:
         problems += error.problems
     problems += _too_long(spec, shape)
     raise_if_any(problems)
     assert batches is not None
     method, precision = spec.adaptation.method, spec.weights.precision
+    is_known = method == "full" or trained is not None
     memory = None
-    if trainable is not None:
-        memory = rank_memory(shape.num_parameters, trainable, method=method, precision=precision)
+    if is_known:
+        how = {"precision": precision, "layout": layout, "accumulate": spec.layout.accumulate}
+        memory = rank_memory(_base(shape), trained, **how)  # type: ignore[arg-type]
+    trainable = None if not is_known else shape.num_parameters if trained is None else sum(map(math.prod, trained))
     return Plan(
         layout=layout,
         engine=engine,
@@ -146,16 +150,26 @@ def divide_step(spec: RunSpec, layout: Layout) -> Batches:
     return batches
 
 
-def _trainable(spec: RunSpec, shape: ModelShape, adapter: Mapping[str, StoredTensor] | None) -> int | None:
+def _adapter(spec: RunSpec, shape: ModelShape, adapter: Mapping[str, StoredTensor] | None) -> list[tuple[int, ...]] | None:
+    """Shapes of the weights of the adapter that is trained; None where names of modules are not known yet."""
     adaptation = spec.adaptation
-    if adaptation.method == "full":
-        return shape.num_parameters
     if adapter is not None:
-        return sum(tensor.num_values for tensor in adapter.values())
+        return [tensor.shape for tensor in adapter.values()]
     if adaptation.lora_targets and not shape.names_known:
         return None
     linears = find_targets(shape, adaptation.lora_targets)
-    return adapter_parameters(linears, adapter=adaptation.adapter, rank=adaptation.lora_rank)
+    return adapter_shapes(linears, adapter=adaptation.adapter, rank=adaptation.lora_rank)
+
+
+def _base(shape: ModelShape) -> list[tuple[tuple[int, ...], bool]]:
+    """(shape, whether it is a linear layer of a block) of every parameter of the model."""
+    linears = {(linear.block, f"{linear.name}.weight") for linear in shape.linears}
+
+    def is_linear(name: str) -> bool:
+        parts = name.split(".")
+        return any(part.isdigit() and (int(part), ".".join(parts[at + 1 :])) in linears for at, part in enumerate(parts))
+
+    return [(tensor.shape, is_linear(name)) for name, tensor in shape.parameters.items()]
 
 
 def _too_long(spec: RunSpec, shape: ModelShape) -> list[str]:

@@ -205,6 +205,12 @@ class LayoutSection(_Section):
         le=64,
         resume=True,
     )
+    accumulate: Literal["shards", "once"] = _field(
+        "shards",
+        "Under --shard, with several micro-batches a step. shards: sum each one's gradients over the ranks and keep pieces. "
+        "once: keep whole gradients and communicate at the step's end: less traffic, more memory.",
+        resume=True,
+    )
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "What computes. auto: CUDA where there is a GPU.", resume=True)
     threads: int | None = _field(
         None, "Threads per process on a CPU. Empty: the cores, shared out.", ge=1, le=1024, resume=True

@@ -200,7 +200,7 @@ def engine_request(spec: RunSpec, prepared: Prepared, world: World) -> EngineReq
         world=world,
         model=wanted_model(spec, prepared),
         optimizer=OPTIMIZERS[optimization.optimizer](settings),
-        settings=StepSettings(gradient_clip=optimization.gradient_clip, precision=prepared.precision),
+        settings=StepSettings(optimization.gradient_clip, prepared.precision, spec.layout.accumulate),
     )
 
 

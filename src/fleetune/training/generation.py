@@ -35,12 +35,16 @@ def stop_tokens(model: CausalModel, tokenizer: Any) -> set[int]:
     return {int(token) for token in found if token is not None}
 
 
-def greedy(model: CausalModel, tokenizer: Any, *, also_stop_at: Iterable[int] = ()) -> Generate:
-    """A function that answers a batch of prompts by greedy decoding, each to the end of its turn."""
+def greedy(model: CausalModel, tokenizer: Any, *, also_stop_at: Iterable[int] = (), lockstep: bool = False) -> Generate:
+    """A function that answers a batch of prompts by greedy decoding, each to the end of its turn.
+
+    lockstep: all ranks run it at the same time, and must make equally many forwards: to the end of the longest reply.
+    """
     stop = stop_tokens(model, tokenizer) | set(also_stop_at)
 
     def generate(prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-        return generate_tokens(model, prompts, stop=stop, sampling=Sampling(max_new_tokens=max_new_tokens))
+        sampling = Sampling(max_new_tokens=max_new_tokens)
+        return generate_tokens(model, prompts, stop=stop, sampling=sampling, lockstep=lockstep)
 
     return generate
 
@@ -52,6 +56,7 @@ def generate_tokens(
     stop: set[int],
     sampling: Sampling,
     streamer: Any = None,
+    lockstep: bool = False,
 ) -> list[list[int]]:
     """New tokens of each prompt, without the one that stops it. Prompts of unequal length are padded on the left."""
     import torch
@@ -77,6 +82,7 @@ def generate_tokens(
             eos_token_id=sorted(stop) or None,
             pad_token_id=padding,
             streamer=streamer,
+            synced_gpus=lockstep,
             **chosen,
         )
     return [until_stop(row[longest:].tolist(), stop) for row in out]

@@ -65,10 +65,21 @@ class HeldOut:
         if self.max_new_tokens is not None:
             questions = questions_of(self.store)
             tokenizer = self.tokenizer()
-            generate = greedy(self.model, tokenizer, also_stop_at=end_tokens(questions, tokenizer))
+            engine, stop = self.engine, end_tokens(questions, tokenizer)
+            plain = greedy(self.model, tokenizer, also_stop_at=stop, lockstep=engine.lockstep)
+
+            def generate(prompts: list[list[int]], longest: int) -> list[list[int]]:
+                return engine.live(lambda: plain(prompts, longest))
+
             self.model.eval()
             self.replies = answer_all(
-                questions, generate, tokenizer, self.world, max_new_tokens=self.max_new_tokens, tell=self.tell
+                questions,
+                generate,
+                tokenizer,
+                self.world,
+                max_new_tokens=self.max_new_tokens,
+                lockstep=engine.lockstep,
+                tell=self.tell,
             )
         return assessment(loss, trained_tokens, len(self.store.documents), self.replies)
 
