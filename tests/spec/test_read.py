@@ -66,15 +66,10 @@ def test_every_alias_leads_to_its_field_and_is_no_field_itself():
         seen |= {field.name, *field.aliases}
 
 
-@pytest.mark.parametrize("name", ["use_deepspeed", "quantize", "sharding", "wandb", "hosts"])
+@pytest.mark.parametrize("name", ["use_deepspeed", "sharding", "wandb", "hosts"])
 def test_what_is_not_built_yet_is_unknown(name):
     (problem,) = problems_of(flags=flags(**{name: "1"}))
     assert problem.startswith(f"there is no flag --{name.replace('_', '-')}")
-
-
-def test_qlora_is_no_method_yet():
-    (problem,) = problems_of(flags=flags(method="qlora"))
-    assert problem == "method 'qlora' (flag --method) is not known: did you mean lora? Give one of full, lora"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +109,7 @@ def test_all_problems_are_told_at_once(tmp_path):
     where = f"file {tmp_path / 'r.yaml'}, line"
     assert set(problems) == {
         f"there is no setting nonsense ({where} 3): see fleetune train --help for all of them",
-        "method 'ful' (flag --method) is not known: did you mean full? Give one of full, lora",
+        "method 'ful' (flag --method) is not known: did you mean full? Give one of full, lora, qlora",
         "seed 'one' (flag --seed) is not a whole number: give a whole number, at least 0 and below 9223372036854775808",
         "epochs 'inf' (environment FLEETUNE_EPOCHS) is not finite: give a number, above 0",
         f"packing 'maybe' ({where} 1) is neither on nor off: give on or off",

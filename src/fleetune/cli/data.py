@@ -85,7 +85,7 @@ def audited(spec: RunSpec) -> tuple[PreparedData | None, Any, list[str]]:
     from fleetune.training.sources import prepare_source, rows_fingerprint, tokenizer_of
 
     request = model_request(spec)
-    source = prepare_source(request, device=device_of(spec))
+    source = prepare_source(replace(request, quantize="none"), device=device_of(spec))
     asked = DataRequest.of_rows(
         spec.rows.model_copy(update={"max_bad_share": 1.0}),
         tokenizer_fingerprint=rows_fingerprint(source, request),

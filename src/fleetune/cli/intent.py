@@ -15,6 +15,7 @@ from fleetune.launch.devices import choose_processes
 from fleetune.models.config import read_json_object
 from fleetune.models.locate import Located, locate
 from fleetune.models.presets import Preset, find_preset, refuse_moved, similar_presets
+from fleetune.models.quantized_files import QuantisedUnder
 from fleetune.planning.plan import Plan, divide_step, make_plan
 from fleetune.spec.agreement import against_adapter, optimizer_elsewhere, without_effect
 from fleetune.spec.errors import UserError, raise_if_any
@@ -66,7 +67,7 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
     if spec.rows.data or spec.rows.validation:
         attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
     attempt(lambda: _check_template(spec.weights.chat_template))
-    problems += [*without_effect(resolved), *_absent_packages()] if is_start else []
+    problems += [*without_effect(resolved), *_absent_packages(spec)] if is_start else []
     located = attempt(lambda: _located(spec))
     # Without a model the plan cannot be made, but the division of a step can be checked all the same.
     layout = attempt(lambda: derive_layout(spec.layout.axes(), num_processes)) or Layout(replicate=num_processes)
@@ -80,6 +81,7 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
     elif is_start and earlier is not None and isinstance(plan, Plan):
         notes = attempt(lambda: check_resume(earlier, with_plan(resolved, plan))) or ()
     raise_if_any(problems)
+    notes += tuple(_another_base(spec, located))
     return Intent(resolved, located, plan, _folder(resolved, located), device, num_processes, notes)
 
 
@@ -139,18 +141,39 @@ def _located(spec: RunSpec) -> Located:
     return located
 
 
+def _another_base(spec: RunSpec, located: Located) -> list[str]:
+    """An adapter that goes on with a base that rests otherwise than it did: allowed, and never unsaid."""
+    if located.adapter is None:
+        return []
+    was, now = QuantisedUnder.read(located.adapter), spec.adaptation.quantize
+    before = was.quantize if was else "none"
+    if before == now:
+        return []
+    return [
+        f"the adapter that training goes on with was trained with quantize {before}, and this run has {now}: give "
+        f"--quantize {before} to go on with the same base"
+    ]
+
+
 def _planned(spec: RunSpec, located: Located, layout: Layout, device: str) -> Plan:
     adapter = read_header(located.adapter / "adapter_model.safetensors") if located.adapter else None
     return make_plan(spec, read_shape(located.path), layout=layout, device=device, adapter=adapter)
 
 
-def _absent_packages() -> list[str]:
+def _absent_packages(spec: RunSpec) -> list[str]:
     """What training needs and a login node may lack; none of it is imported here."""
-    return [
+    problems = [
         f"training needs the package {name}, which is not installed here: pip install {name}, or train on another machine"
         for name in ("torch", "transformers")
         if not _is_installed(name)
     ]
+    quantize = spec.adaptation.quantize
+    if quantize != "none" and not _is_installed("bitsandbytes"):
+        problems.append(
+            f"quantize {quantize} needs the package bitsandbytes, which is not installed here: pip install 'fleetune[quant]', "
+            "or leave --quantize out"
+        )
+    return problems
 
 
 def _is_installed(name: str) -> bool:

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fleetune.models.adapter_files import read_adapter
 from fleetune.models.anatomy import is_conv1d, is_linear
 from fleetune.models.causal import CausalModel
 from fleetune.models.lora import AdapterKind, AdapterSettings, LoraLinear, weight_names
+from fleetune.models.quantized_linear import QuantizedLinear
 from fleetune.models.stored import naming
 from fleetune.spec.errors import UserError, raise_if_any
 
@@ -137,7 +139,7 @@ def _wrong_shapes(model: CausalModel, folder: Path, settings: AdapterSettings, t
     problems = []
     for target in settings.targets:
         base = model.module.get_submodule(target)
-        rows, columns = base.weight.t().shape if is_conv1d(base) else base.weight.shape  # type: ignore[operator, union-attr]
+        rows, columns = _shape(base)
         wanted: dict[str, tuple[int, ...]] = {
             "lora_A.weight": (settings.rank_of(target), columns),
             "lora_B.weight": (rows, settings.rank_of(target)),
@@ -150,3 +152,10 @@ def _wrong_shapes(model: CausalModel, folder: Path, settings: AdapterSettings, t
                     f"{tuple(wanted[kind])}: give the base model that it was made for"
                 )
     return problems[:3]
+
+
+def _shape(base: nn.Module) -> tuple[int, int]:
+    """[out, in] of a linear layer."""
+    if isinstance(base, QuantizedLinear):
+        return base.shape
+    return base.weight.t().shape if is_conv1d(base) else base.weight.shape  # type: ignore[operator, union-attr, return-value]

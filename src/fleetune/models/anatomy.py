@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fleetune.models.quantized_linear import QuantizedLinear
 from fleetune.spec.errors import UserError
 
 
@@ -131,7 +132,7 @@ class _Search:
         outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
         layers = getattr(self.text_config(), "num_hidden_layers", None)
         fitting = [name for name in outermost if len(self.modules[name]) == layers]  # type: ignore[arg-type]
-        return max(fitting, key=lambda name: sum(p.numel() for p in self.modules[name].parameters()), default=None)
+        return max(fitting, key=lambda name: _num_values(self.modules[name]), default=None)
 
     def find_body(self, blocks: str) -> str | None:
         """The innermost module around the blocks, other than the whole, that takes tokens."""
@@ -201,13 +202,17 @@ class _Search:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer (GPT-2's) whose weight is [in, out]."""
+    """transformers' Conv1D: a linear layer (GPT-2's) whose weight is [in, out]; or one that was, before it was quantised."""
+    if isinstance(module, QuantizedLinear):
+        return module.was_conv1d
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """`nn.Linear`, `Conv1D`, or a subclass of `nn.Linear` that computes the same (Falcon's)."""
-    return type(module) is nn.Linear or is_conv1d(module) or (isinstance(module, nn.Linear) and _computes_linear(module))
+    """`nn.Linear`, `Conv1D`, a quantised one, or a subclass of `nn.Linear` that computes the same (Falcon's)."""
+    if type(module) is nn.Linear or isinstance(module, QuantizedLinear) or is_conv1d(module):
+        return True
+    return isinstance(module, nn.Linear) and _computes_linear(module)
 
 
 def _computes_linear(module: nn.Linear) -> bool:
@@ -249,6 +254,11 @@ def _is_norm(module: nn.Module) -> bool:
     return all(value.ndim == 1 for value in parameters.values()) and (
         "weight" in parameters or (not module._buffers and "norm" in type(module).__name__.lower())
     )
+
+
+def _num_values(module: nn.Module) -> int:
+    """Of parameters and of quantised weights, which are buffers."""
+    return sum(p.numel() for p in module.parameters()) + sum(b.numel() for b in module.buffers())
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

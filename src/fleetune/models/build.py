@@ -21,7 +21,9 @@ from fleetune.models.causal import CausalModel
 from fleetune.models.config import load_config
 from fleetune.models.dropout import Randomness
 from fleetune.models.probe import probe
-from fleetune.models.stored import StoredWeights, naming
+from fleetune.models.quantized_files import QuantizedWeights, place_quantized
+from fleetune.models.quantized_linear import quantized_layers
+from fleetune.models.stored import Naming, StoredWeights, naming
 from fleetune.spec.errors import UserError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,13 +39,15 @@ def load_model(
     allow_remote_code: bool = False,
     gradient_checkpointing: bool = False,
     seed: int = 0,
+    quantized: Path | None = None,
 ) -> CausalModel:
     """Load a model folder (config.json and safetensors). One process, no collective.
 
     dtype: of the forward pass, or the name of a precision (fp32, bf16, fp16). Frozen weights (`trainable` false: an
     adapter, evaluation) are held in it; stored in it on the CPU they are memory-mapped, else converted, one private copy
-    per process. Trained weights are fp32 masters whatever `dtype` is. seed: of the dropouts. Raises UserError naming
-    every missing, unexpected or mis-shaped weight.
+    per process. Trained weights are fp32 masters whatever `dtype` is. seed: of the dropouts. quantized: a folder of
+    `prepare_quantized`, whose weights take the places of the linear layers'. Raises UserError naming every missing,
+    unexpected or mis-shaped weight.
     """
     dtype = PRECISIONS[dtype] if isinstance(dtype, str) else dtype
     folder, device = Path(folder), torch.device(device)
@@ -53,6 +57,7 @@ def load_model(
         device=device,
         trainable=trainable,
         allow_remote_code=allow_remote_code,
+        quantized=quantized,
     )
     anatomy = Anatomy.of(module)
     traits = probe(module, anatomy, device)
@@ -63,17 +68,30 @@ def load_model(
 
 
 def read_module(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, trainable: bool, allow_remote_code: bool = False
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trainable: bool,
+    allow_remote_code: bool = False,
+    quantized: Path | None = None,
 ) -> nn.Module:
-    """The transformers model of a folder with its weights in `dtype`, in training mode, without anything of ours."""
-    stored = StoredWeights.open(folder)
+    """The transformers model of a folder with its weights in `dtype`, in training mode, without anything of ours but
+    quantised layers, where they are asked for."""
+    stored, device = StoredWeights.open(folder), torch.device(device)
     module = empty_module(folder, dtype=dtype, allow_remote_code=allow_remote_code)
+    weights = None if quantized is None else QuantizedWeights.open(quantized)
     name_of = naming(module)
     if any(name_of(name)[1] for name in stored.files):
         module = _read_by_transformers(folder, module, dtype)
+        if weights is not None:
+            place_quantized(module, weights, dtype)
         module.to(device)
     else:
-        _put_in(module, stored, dtype=dtype, device=device, private=trainable)
+        if weights is not None:
+            place_quantized(module, weights, dtype)
+            name_of = naming(module)
+        _put_in(module, stored, name_of, dtype=dtype, device=device, private=trainable)
     for parameter in module.parameters():
         parameter.requires_grad_(trainable)
     return module.train()
@@ -131,14 +149,24 @@ class Found:
     misshaped: list[str]
 
 
-def _put_in(module: nn.Module, stored: StoredWeights, *, dtype: torch.dtype, device: torch.device, private: bool) -> None:
+def _put_in(
+    module: nn.Module,
+    stored: StoredWeights,
+    name_of: Naming,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    private: bool,
+) -> None:
     """Put every stored tensor in its place, move the buffers, tie what is tied; then say all that did not fit."""
-    name_of = naming(module)
     state = module.state_dict(keep_vars=True)
+    quantized = {f"{name}.weight" for name in quantized_layers(module)}
     kept = kept_in_fp32(module, dtype)
     found = Found(set(state), [], [])
     for stored_name, tensor in stored.tensors():
         name = name_of(stored_name)[0]
+        if name in quantized:  # mapped, never touched: no page of it is read
+            continue
         if name not in state:
             found.unexpected.append(stored_name)
         elif tensor.shape != state[name].shape:

@@ -19,6 +19,8 @@ from fleetune.models.full_files import save_full
 from fleetune.models.head import Head
 from fleetune.models.layout import LaidOut, Layout, lay_out
 from fleetune.models.probe import Traits, body_of, hidden_of, set_attention, using_attention
+from fleetune.models.quantized_files import QuantisedUnder
+from fleetune.models.quantized_linear import parts_bytes, quantized_layers
 from fleetune.models.rotary import LengthSwitch
 from fleetune.spec.records import MicroBatch
 
@@ -119,8 +121,30 @@ class CausalModel:
         were trained. Raises ValueError when one is absent, empty or not finite.
         """
         if self.adapter is not None:
-            return save_adapter(tensors, folder, self.adapter, base_model_name=base_model)
+            names = save_adapter(tensors, folder, self.adapter, base_model_name=base_model)
+            if self.scheme is not None:
+                QuantisedUnder(self.scheme, self.precision).write(folder)
+            return names
         return save_full(self.module, tensors, folder, source=self.folder, shapes=self.whole_shapes)
+
+    @property
+    def scheme(self) -> str | None:
+        """How the linear layers' weights rest (int8, nf4), or None where they are not quantised."""
+        return next((layer.scheme for layer in quantized_layers(self.module).values()), None)
+
+    @property
+    def precision(self) -> str:
+        """The compute type's short name: fp32, bf16 or fp16."""
+        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.compute_dtype]
+
+    def held_bytes(self) -> int:
+        """Bytes of everything that this process holds of the model: parameters, and weights that rest quantised."""
+        return sum(p.numel() * p.element_size() for p in self.module.parameters()) + parts_bytes(self.module)
+
+    def saved_bytes(self) -> int:
+        """Bytes that the quantised weights would take more in the compute type."""
+        layers = quantized_layers(self.module).values()
+        return sum(layer.out_features * layer.in_features * layer.dtype.itemsize for layer in layers) - parts_bytes(self.module)
 
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from fleetune.models.dropout import KeyedDropout, Randomness, name_key
+from fleetune.models.quantized_linear import QuantizedLinear
 
 AdapterKind = Literal["lora", "dora", "rslora"]
+#: A frozen weight [out, in]: a tensor, or the quantised layer that makes it.
+Frozen: TypeAlias = torch.Tensor | QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -78,24 +81,30 @@ class Factor(nn.Module):
 class LoraLinear(nn.Module):
     """y = W x + b + scale * B A drop(x), with W and b frozen; DoRA rescales the rows of W + scale * B A to a learned norm.
 
-    base: `nn.Linear`, or transformers' `Conv1D` (then `transposed`). Its parameters are taken over as they are.
-    The adapter's weights are fp32; products are made in the dtype of the input, as the base layer's are.
+    base: `nn.Linear`, or transformers' `Conv1D` (then `transposed`), whose parameters are taken over as they are; or a
+    `QuantizedLinear`, which is kept as `quantized`. The adapter's weights are fp32; products are made in the dtype of the
+    base, DoRA's norms in fp32.
     """
 
     def __init__(self, base: nn.Module, name: str, settings: AdapterSettings, seed: int, randomness: Randomness) -> None:
         super().__init__()
-        self.weight = base.weight
+        self.quantized = base if isinstance(base, QuantizedLinear) else None
+        self.register_parameter("weight", None if self.quantized is not None else base.weight)
         self.bias = base.bias
+        if self.quantized is not None:
+            base.bias = None  # one owner, so that no parameter has two names
         self.transposed = type(base).__name__ == "Conv1D"
         self.scale = settings.scale_of(name)
-        self.out_features, self.in_features = self.oriented().shape
-        device = base.weight.device
+        weight: Frozen = self.quantized if self.quantized is not None else self.oriented()
+        shape: tuple[int, ...] = tuple(weight.shape)
+        self.out_features, self.in_features = shape
+        device = weight.device
         rank = settings.rank_of(name)
         bound = 1 / math.sqrt(self.in_features)  # PEFT's: kaiming_uniform_(a=sqrt(5))
         self.lora_A = Factor(keyed_uniform((rank, self.in_features), bound, seed, f"{name}.lora_A.weight").to(device))
         self.lora_B = Factor(torch.zeros(self.out_features, rank, device=device))
         magnitude = (
-            nn.Parameter(torch.linalg.vector_norm(self.oriented().detach().float(), dim=1)) if settings.kind == "dora" else None
+            nn.Parameter(torch.linalg.vector_norm(self.dense().detach().float(), dim=1)) if settings.kind == "dora" else None
         )
         self.register_parameter("lora_magnitude_vector", magnitude)
         self.lora_dropout = KeyedDropout(settings.dropout, f"{name}.lora_dropout", randomness)
@@ -103,12 +112,16 @@ class LoraLinear(nn.Module):
         self.over_peers: Callable[[torch.Tensor], None] | None = None
 
     def oriented(self) -> torch.Tensor:
-        """The base weight as [out, in], a view."""
+        """The base weight as [out, in], a view; of a base that is not quantised."""
         return self.weight.t() if self.transposed else self.weight
 
+    def dense(self) -> torch.Tensor:
+        """The base weight as [out, in]; of a quantised base a new tensor."""
+        return self.oriented() if self.quantized is None else self.quantized.dense()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out], in the dtype of x."""
-        weight = self.oriented()
+        """[..., in] -> [..., out], in the dtype of the base."""
+        weight: Frozen = self.oriented() if self.quantized is None else self.quantized
         if x.dtype != weight.dtype:
             x = x.to(weight.dtype)
         a, b = self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype)
@@ -118,12 +131,10 @@ class LoraLinear(nn.Module):
         if dropped is x:
             rows = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), weight, self.bias, a, b, self.scale)
             return rows.view(*x.shape[:-1], self.out_features)
-        y = nn.functional.linear(x, weight, self.bias)
+        y = _product(x, weight, self.bias)
         return y + nn.functional.linear(nn.functional.linear(dropped, a), b) * self.scale
 
-    def _dora(
-        self, x: torch.Tensor, dropped: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor
-    ) -> torch.Tensor:
+    def _dora(self, x: torch.Tensor, dropped: torch.Tensor, weight: Frozen, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The norm of the rows is a constant for the gradient (section 4.3 of the paper).
 
         With dropout the base's part of what is rescaled sees the dropped input, as in PEFT: y = W x + b +
@@ -131,15 +142,15 @@ class LoraLinear(nn.Module):
         """
         factor = self.lora_magnitude_vector / self._row_norms()
         low = nn.functional.linear(nn.functional.linear(dropped, a), b) * self.scale
-        plain = nn.functional.linear(x, weight)
-        rescaled = plain if dropped is x else nn.functional.linear(dropped, weight)
+        plain = _product(x, weight, None)
+        rescaled = plain if dropped is x else _product(dropped, weight, None)
         y = plain + (factor - 1).to(x.dtype) * rescaled + factor.to(x.dtype) * low
         return y if self.bias is None else y + self.bias
 
     def _row_norms(self) -> torch.Tensor:
         """fp32 [out]: norms of the rows of W + scale * B A, without a gradient."""
         with torch.no_grad():
-            merged = torch.addmm(self.oriented().float(), self.lora_B.weight, self.lora_A.weight, alpha=self.scale)
+            merged = torch.addmm(self.dense().float(), self.lora_B.weight, self.lora_A.weight, alpha=self.scale)
             if self.over_peers is None:
                 return torch.linalg.vector_norm(merged, dim=1)
             squares = merged.square().sum(1)
@@ -150,31 +161,42 @@ class LoraLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.lora_A.weight.shape[0]}"
 
 
+def _product(x: torch.Tensor, weight: Frozen, bias: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + b of the frozen weight."""
+    if isinstance(weight, torch.Tensor):
+        return nn.functional.linear(x, weight, bias)
+    y = weight(x)
+    return y if bias is None else y + bias
+
+
 class _LoraLinear(torch.autograd.Function):
     """The base layer and its adapter as one operation that keeps only its input [T, in]; gives [T, out], no view.
 
-    The frozen weight gets no gradient, and x A^T (tokens x rank, far smaller than x) is made again in the backward.
+    The frozen weight gets no gradient, and x A^T (tokens x rank, far smaller than x) is made again in the backward; so is
+    a weight that rests quantised.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Frozen,
         bias: torch.Tensor | None,
         a: torch.Tensor,
         b: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        y = nn.functional.linear(rows, weight, bias)
+        ctx.quantized = weight if isinstance(weight, QuantizedLinear) else None
+        dense = weight.dense() if isinstance(weight, QuantizedLinear) else weight
+        y = nn.functional.linear(rows, dense, bias)
         y.addmm_(rows @ a.t(), b.t(), alpha=scale)
-        ctx.save_for_backward(rows, weight, a, b)
+        ctx.save_for_backward(rows, a, b, *(() if ctx.quantized is not None else (dense,)))
         ctx.scale = scale
         return y
 
     @staticmethod
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, a, b = ctx.saved_tensors
+        rows, a, b, *dense = ctx.saved_tensors
         needs_rows, _, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
         d_low = d_y @ b
         d_low *= ctx.scale
@@ -184,7 +206,7 @@ class _LoraLinear(torch.autograd.Function):
         if needs_a:
             d_a = d_low.t() @ rows
         if needs_rows:
-            d_rows = (d_y @ weight).addmm_(d_low, a)
+            d_rows = (d_y @ (dense[0] if dense else ctx.quantized.dense())).addmm_(d_low, a)
         return d_rows, None, d_y.sum(0) if needs_bias else None, d_a, d_b, None
 
 

@@ -7,30 +7,45 @@ from pathlib import Path
 
 import torch
 
+from fleetune.models.anatomy import is_conv1d
 from fleetune.models.lora import AdapterSettings
+from fleetune.models.quantized_files import QuantizedWeights
 from fleetune.models.stored import StoredWeights, naming
 from fleetune.spec.errors import UserError
 
 
 def merged_tensors(
-    folder: Path, adapter: Mapping[str, torch.Tensor], settings: AdapterSettings, *, allow_remote_code: bool = False
+    folder: Path,
+    adapter: Mapping[str, torch.Tensor],
+    settings: AdapterSettings,
+    *,
+    allow_remote_code: bool = False,
+    quantized: Path | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(stored name, tensor) of every weight of a model folder, the adapted ones merged, each in its stored dtype.
 
     Names are those of the folder's files, so that its config.json fits as it is and what is tied stays tied.
-    adapter: every weight of the adapter by its name in the model. Raises UserError when an adapted layer is not there.
+    adapter: every weight of the adapter by its name in the model. quantized: the quantised weights that it was trained on;
+    then those, dequantised, are what it is merged into, and what the layers without an adapter get: together they are the
+    model that was trained, and the original weights with this adapter are another. Raises UserError when an adapted layer
+    is not there.
     """
     from fleetune.models.build import empty_module
 
     stored = StoredWeights.open(folder)
     module = empty_module(folder, dtype=torch.float32, allow_remote_code=allow_remote_code)
     name_of = naming(module)
-    left = set(settings.targets)
+    base = None if quantized is None else QuantizedWeights.open(quantized)
+    left = {*settings.targets, *(base.layers if base else ())}
     for stored_name, tensor in stored.tensors():
         target = name_of(stored_name)[0].removesuffix(".weight")
+        if base is not None and stored_name.endswith(".weight") and target in base.layers:
+            weight = base.dense(target, tensor.dtype)
+            tensor = weight.t().contiguous() if is_conv1d(module.get_submodule(target)) else weight
         if target in left:
             left.discard(target)
-            tensor = merge(tensor, target, adapter, settings)
+            if target in settings.targets:
+                tensor = merge(tensor, target, adapter, settings)
         yield stored_name, tensor
     if left:
         raise UserError(

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fleetune.models.quantized_linear import quantized_layers
 from fleetune.spec.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+#: stored name -> (name in the model, needs converting).
+Naming = Callable[[str], tuple[str, bool]]
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -108,13 +111,13 @@ def write_weights(
         raise ValueError(f"these weights did not come: {', '.join(sorted(left)[:5])}")
 
 
-def naming(model: nn.Module) -> Callable[[str], tuple[str, bool]]:
+def naming(model: nn.Module) -> Naming:
     """How transformers reads a stored name for `model`: stored name -> (name in the model, needs converting).
 
     Most names are the model's own, with or without the prefix of its body. Older checkpoints differ by renamings that
     transformers knows. What it joins, splits or transposes while reading is said to need converting.
     """
-    expected = model.state_dict(keep_vars=True).keys()
+    expected = _state(model).keys()
     prefix = getattr(model, "base_model_prefix", "")
     known: list[Any] = []
 
@@ -129,14 +132,20 @@ def naming(model: nn.Module) -> Callable[[str], tuple[str, bool]]:
     return name_of
 
 
-def _conversions(model: nn.Module) -> Callable[[str], tuple[str, bool]]:
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the model's weights are called, those that rest quantised too."""
+    state = dict(model.state_dict(keep_vars=True))
+    return {**state, **{f"{name}.weight": layer.parts()["codes"] for name, layer in quantized_layers(model).items()}}
+
+
+def _conversions(model: nn.Module) -> Naming:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    state = model.state_dict(keep_vars=True)
+    state = _state(model)
 
     def name_of(stored: str) -> tuple[str, bool]:
         name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, state)

@@ -29,13 +29,14 @@ class WantedModel:
     """A model folder and what is trained of it.
 
     precision: fp32, bf16 or fp16. adapter: a new one, and adapter_folder: one to go on with; with neither, all weights are
-    trained. seed: of new weights and of dropouts.
+    trained. quantized: a folder of `prepare_quantized`, for the frozen linear layers. seed: of new weights and of dropouts.
     """
 
     folder: Path
     precision: str
     adapter: WantedAdapter | None = None
     adapter_folder: Path | None = None
+    quantized: Path | None = None
     allow_remote_code: bool = False
     gradient_checkpointing: bool = False
     seed: int = 0
@@ -59,6 +60,7 @@ def load_whole(wanted: WantedModel, device: torch.device) -> CausalModel:
         trainable=wanted.is_full,
         gradient_checkpointing=wanted.gradient_checkpointing,
         seed=wanted.seed,
+        quantized=wanted.quantized,
     )
     return model if wanted.is_full else adapted(model, wanted)
 

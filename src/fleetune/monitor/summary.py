@@ -54,6 +54,9 @@ def fact_rows(summary: Summary) -> list[tuple[str, str]]:
         facts.append(("trained tokens", count(summary["trained_tokens"])))
     if summary.get("peak_memory_bytes"):
         facts.append(("peak memory (largest rank)", memory(summary["peak_memory_bytes"])))
+    if base := summary.get("base"):
+        wide = f"{memory(base['unquantized_bytes'])} in {base['precision']}"
+        facts.append((f"base ({base['quantize']})", f"{memory(base['bytes'])} instead of {wide}"))
     if summary.get("result_step") is not None and summary["result_step"] != summary.get("steps"):
         facts.append(("best step", count(summary["result_step"])))
     if summary.get("result"):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, final
 
 import torch
 
+from fleetune.models.quantized_linear import resting_parts
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.gradients import FlatGradients
 from fleetune.parallel.held import Held, held_by
@@ -187,7 +188,7 @@ class NativeEngine:
         return run()
 
     def held(self) -> Held:
-        return held_by(self._model.module.parameters(), self._optimizer)
+        return held_by((*self._model.module.parameters(), *resting_parts(self._model.module)), self._optimizer)
 
     def close(self) -> None:
         self._gradients.detach()

@@ -65,8 +65,40 @@ LAYOUT_RULES = (
     ),
 )
 
+
+def _quantised_in_pieces(asked: Asked) -> str | None:
+    quantize, layout = asked.spec.adaptation.quantize, asked.layout
+    split = [f"{axis} {size}" for axis, size in layout.to_json().items() if axis != "replicate" and size > 1]
+    split += [f"engine {asked.engine}"] if asked.engine == "deepspeed" else []
+    return f"quantize {quantize} with {' and '.join(split)}" if quantize != "none" and split else None
+
+
+def _quantised_and_trained(asked: Asked) -> str | None:
+    adaptation = asked.spec.adaptation
+    return f"quantize {adaptation.quantize} with method full" if _is_quantised(asked) and adaptation.method == "full" else None
+
+
+def _is_quantised(asked: Asked) -> bool:
+    return asked.spec.adaptation.quantize != "none"
+
+
+QUANTISATION_RULES = (
+    Rule(
+        what="`--quantize int8|nf4` and `--method full`",
+        collides=_quantised_and_trained,
+        why="quantised weights have no gradient and cannot be trained",
+        instead="give --method lora, or leave --quantize out",
+    ),
+    Rule(
+        what="`--quantize int8|nf4` (`--method qlora`) and any layout but `--replicate`",
+        collides=_quantised_in_pieces,
+        why="a quantised weight is packed bytes with scales of their own, which no cut of the model into pieces keeps together",
+        instead="give --replicate, under which only the adapters travel, or leave --quantize out",
+    ),
+)
+
 #: Every rule, in the order of the table.
-RULES: tuple[Rule, ...] = (*LAYOUT_RULES,)
+RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *QUANTISATION_RULES)
 
 
 def refusals(asked: Asked) -> list[str]:

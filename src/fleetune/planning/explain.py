@@ -18,6 +18,7 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         )
         lines += [
             ("parameters", f"{up_to}{_size(memory.parameter_bytes)} on each rank{_frozen(plan)}"),
+            *_base(plan),
             ("gradients", f"{_size(memory.gradient_bytes)} on each rank"),
             ("optimizer", f"{_size(memory.optimizer_bytes)} on each rank"),
             ("in all", f"{up_to}{_size(memory.total_bytes)} on each rank; activations come on top"),
@@ -56,6 +57,17 @@ def _frozen(plan: Plan) -> str:
         return ""
     where = " (mapped once for all processes of a node on CPUs)" if plan.engine == "replicated" else ""
     return f", of which {_size(plan.memory.frozen_bytes)} frozen{where}"
+
+
+def _base(plan: Plan) -> list[tuple[str, str]]:
+    """What a quantised base saves."""
+    memory = plan.memory
+    if memory is None or not memory.quantized_bytes:
+        return []
+    count, wide = memory.quantized_parameters, 4 if plan.precision == "fp32" else 2
+    full = f"{_size(count * wide)} in {plan.precision if plan.precision != 'auto' else 'bf16'}"
+    saved = _size(count * wide - memory.quantized_bytes)
+    return [("base", f"{plan.quantize}, {count:,} weights in {_size(memory.quantized_bytes)} instead of {full}: {saved} saved")]
 
 
 def _size(num_bytes: int) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fleetune.spec.layout import Layout
+from fleetune.spec.model_shape import LinearShape
+from fleetune.spec.quantized import is_quantizable, quantized_bytes
 
 Shape = tuple[int, ...]
 
@@ -23,12 +25,17 @@ _ADAMW_MOMENTS = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank. frozen_bytes are memory-mapped, and shared by the processes of a node on CPUs."""
+    """Bytes on one rank. frozen_bytes are memory-mapped, and shared by the processes of a node on CPUs.
+
+    quantized_bytes: those of them that rest quantised, which are `quantized_parameters` weights.
+    """
 
     frozen_bytes: int
     trained_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    quantized_bytes: int = 0
+    quantized_parameters: int = 0
 
     @property
     def parameter_bytes(self) -> int:
@@ -46,17 +53,27 @@ def rank_memory(
     precision: str,
     layout: Layout,
     accumulate: str = "shards",
+    resting: tuple[int, int] = (0, 0),
 ) -> RankMemory:
     """base: (shape, whether it is a linear layer of a block) of every parameter of the model. adapter: shapes of the adapter's,
-    None where all of the model is trained. accumulate: when a sharded model's gradients are communicated."""
+    None where all of the model is trained. accumulate: when a sharded model's gradients are communicated. resting: what
+    `quantised` says of the weights that rest quantised; only a whole model has any."""
     base = list(base)
     kept = sum(_kept(shape, layout) // (layout.tensor if is_linear else 1) for shape, is_linear in base)
-    frozen = kept * PRECISION_BYTES[precision] if adapter is not None else 0
+    resting_bytes, count = resting
+    frozen = (kept - count) * PRECISION_BYTES[precision] + resting_bytes if adapter is not None else 0
     shapes = [shape for shape, _ in base] if adapter is None else list(adapter)
     trained = (kept if adapter is None else sum(_kept(shape, layout) for shape in shapes)) * _FP32_BYTES
     whole = sum(math.prod(shape) for shape in shapes) * _FP32_BYTES
     gradients = whole if layout.shard > 1 and accumulate == "once" else trained
-    return RankMemory(frozen, trained, gradients, trained * _ADAMW_MOMENTS)
+    return RankMemory(frozen, trained, gradients, trained * _ADAMW_MOMENTS, resting_bytes, count)
+
+
+def quantised(linears: Iterable[LinearShape], scheme: str) -> tuple[int, int]:
+    """(bytes, number of weights) of the blocks' linear layers that rest quantised; (0, 0) for `none`."""
+    shapes = [] if scheme == "none" else [(linear.num_out, linear.num_in) for linear in linears]
+    shapes = [shape for shape in shapes if is_quantizable(*shape)]
+    return sum(quantized_bytes(scheme, *shape) for shape in shapes), sum(math.prod(shape) for shape in shapes)
 
 
 def _kept(shape: Shape, layout: Layout) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from fleetune.planning.adapters import adapter_shapes, find_targets
 from fleetune.planning.combinations import Asked, refusals
 from fleetune.planning.engines import choose_engine
-from fleetune.planning.memory import RankMemory, rank_memory
+from fleetune.planning.memory import RankMemory, quantised, rank_memory
 from fleetune.spec.batches import Batches, derive, num_steps
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.layout import Layout
@@ -33,6 +33,7 @@ class Plan:
     method: str
     model_type: str
     precision: str
+    quantize: str
     num_parameters: int
     trainable_parameters: int | None
     memory: RankMemory | None
@@ -64,6 +65,7 @@ class Plan:
             "method": self.method,
             "model_type": self.model_type,
             "precision": self.precision,
+            "quantize": self.quantize,
             "num_parameters": self.num_parameters,
             "trainable_parameters": self.trainable_parameters,
             "trainable_share": self.trainable_share,
@@ -104,14 +106,15 @@ def make_plan(
     except UserError as error:
         problems += error.problems
     problems += _too_long(spec, shape)
+    problems += _not_quantizable(spec, shape)
     raise_if_any(problems)
     assert batches is not None
-    method, precision = spec.adaptation.method, spec.weights.precision
+    method, precision, quantize = spec.adaptation.method, spec.weights.precision, spec.adaptation.quantize
     is_known = method == "full" or trained is not None
     memory = None
     if is_known:
         how = {"precision": precision, "layout": layout, "accumulate": spec.layout.accumulate}
-        memory = rank_memory(_base(shape), trained, **how)  # type: ignore[arg-type]
+        memory = rank_memory(_base(shape), trained, resting=quantised(shape.linears, quantize), **how)  # type: ignore[arg-type]
     trainable = None if not is_known else shape.num_parameters if trained is None else sum(map(math.prod, trained))
     return Plan(
         layout=layout,
@@ -120,6 +123,7 @@ def make_plan(
         method=method,
         model_type=shape.model_type,
         precision=precision,
+        quantize=quantize,
         num_parameters=shape.num_parameters,
         trainable_parameters=trainable,
         memory=memory,
@@ -182,6 +186,15 @@ def _too_long(spec: RunSpec, shape: ModelShape) -> list[str]:
     ]
 
 
+def _not_quantizable(spec: RunSpec, shape: ModelShape) -> list[str]:
+    if spec.adaptation.quantize == "none" or shape.linears:
+        return []
+    return [
+        f"quantize {spec.adaptation.quantize} makes the linear layers of the blocks smaller, and none were found in this "
+        f"{shape.model_type} model: leave --quantize out"
+    ]
+
+
 def _num_steps(spec: RunSpec, batches: Batches, num_sequences: int | None) -> int | None:
     optimization = spec.optimization
     if optimization.max_steps is not None:
@@ -192,7 +205,13 @@ def _num_steps(spec: RunSpec, batches: Batches, num_sequences: int | None) -> in
 
 
 def _notes(spec: RunSpec, shape: ModelShape) -> list[str]:
+    notes: list[str] = []
     length, positions = spec.rows.sequence_length, shape.max_positions
     if positions is not None and length > positions and not shape.has_position_table:
-        return [f"sequence_length {length} is longer than the {positions} tokens that the model was made for"]
-    return []
+        notes.append(f"sequence_length {length} is longer than the {positions} tokens that the model was made for")
+    if spec.adaptation.quantize != "none" and shape.expert_parameters:
+        notes.append(
+            f"quantize {spec.adaptation.quantize} leaves the stacked experts as they are: {shape.expert_parameters:,} of "
+            f"{shape.num_parameters:,} parameters stay in the compute type"
+        )
+    return notes

@@ -78,6 +78,12 @@ class ModelShape:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of the blocks' experts."""
+        in_blocks = _in_blocks(self.tensors, self.num_layers)
+        return sum(self.tensors[name].num_values for _, inner, name in in_blocks if _is_expert(inner))
+
+    @cached_property
     def linears(self) -> tuple[LinearShape, ...]:
         """The linear layers of the blocks, in the order of the files. Experts and what chooses them are none."""
         in_blocks = _in_blocks(self.tensors, self.num_layers)

@@ -84,6 +84,7 @@ def resolve(
         except ValueError as error:
             problems.append(_refusal(declared()[name], given, str(error)))
     wrong = set(chosen) - set(values)
+    _spell_out_qlora(values, chosen, problems)
     spec = _checked(values, chosen, problems)
     problems += [_REQUIRED[name] for name in required if not values.get(name) and name not in wrong]
     raise_if_any(problems)
@@ -101,6 +102,20 @@ def _is_settled(name: str, higher: set[str], chosen: Mapping[str, _Given], sourc
     if source.kind == "preset" and name in _DIVISION and _DIVISION & higher:
         return len(_DIVISION & set(chosen)) >= 2
     return _INSTEAD.get(name) in higher
+
+
+def _spell_out_qlora(values: dict[str, Any], chosen: dict[str, _Given], problems: list[str]) -> None:
+    """`method qlora` becomes `method lora` with `quantize nf4`: one thing has one name in a run."""
+    if values.get("method") != "qlora":
+        return
+    asked = values.get("quantize", "nf4")
+    if asked != "nf4":
+        problems.append(
+            f"method qlora ({chosen['method'].origin}) is lora on an nf4 base, and quantize is {asked} "
+            f"({chosen['quantize'].origin}): give --method lora --quantize {asked}, or leave --quantize out"
+        )
+    values.update(method="lora", quantize="nf4")
+    chosen.setdefault("quantize", chosen["method"])
 
 
 def _by_field(source: Source, problems: list[str]) -> dict[str, _Given]:

@@ -117,7 +117,14 @@ class RowsSection(_Section):
 class AdaptationSection(_Section):
     """What is trained: all weights, or an adapter."""
 
-    method: Literal["full", "lora"] = _field("lora", "Train all weights, or a low-rank adapter.")
+    method: Literal["full", "lora", "qlora"] = _field(
+        "lora", "Train all weights, or a low-rank adapter. qlora: an adapter on a base that rests in 4 bits (lora with nf4)."
+    )
+    quantize: Literal["none", "int8", "nf4"] = _field(
+        "none",
+        "How the frozen linear layers of the blocks rest under an adapter: as they are, in 8 bits (LLM.int8's weights) or in "
+        "4 (QLoRA's NormalFloat, scales quantised too). They compute in --precision.",
+    )
     adapter: Literal["lora", "dora", "rslora"] = _field("lora", "Which kind of low-rank adapter.")
     lora_rank: int = _field(8, "Rank of the adapter.", aliases=("lora_r",), ge=1, le=4096)
     lora_alpha: float = _field(16.0, "The adapter is scaled by alpha / rank (rslora: alpha / sqrt(rank)).", gt=0)

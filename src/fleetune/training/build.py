@@ -222,6 +222,7 @@ def wanted_model(spec: RunSpec, prepared: Prepared) -> WantedModel:
         precision=prepared.precision,
         adapter=new if is_new else None,
         adapter_folder=Path(prepared.adapter_folder) if prepared.adapter_folder else None,
+        quantized=Path(prepared.quantized_folder) if prepared.quantized_folder else None,
         allow_remote_code=spec.weights.allow_remote_code,
         gradient_checkpointing=optimization.gradient_checkpointing,
         seed=optimization.seed,

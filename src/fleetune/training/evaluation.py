@@ -76,6 +76,7 @@ def load_for_reading(source: ModelSource, request: ModelRequest, *, device: str,
         device=torch.device(device),
         trainable=False,
         allow_remote_code=request.allow_remote_code,
+        quantized=source.quantized,
     )
     if source.adapter is not None:
         model = load_adapter(model, source.adapter, trainable=False)

@@ -26,6 +26,7 @@ CHECK_ROWS = 3
 CHECK_TOKENS = 96
 #: Files beside the weights that belong to a model.
 COMPANIONS = (".json", ".jinja", ".txt", ".model")
+NOT_COMPANIONS = ("adapter_config", "base_quantization", "config.json", "README")
 #: Largest difference of log-probabilities (nats) that rounding explains, by the precision of the weights.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.05}
 
@@ -70,7 +71,13 @@ def export_run(run: str, *, to: str, out: Path | None = None) -> ExportReport:
                 f"the exported {to} differs from the trained model by {difference:.3g} nats on rows of its own data (rounding "
                 f"explains up to {tolerance:g}): nothing was published"
             )
-    return ExportReport(target, to, difference, tolerance, "transformers" + (" and peft" if to == "adapter" else ""), len(rows))
+    return ExportReport(target, to, difference, tolerance, checked_with(to, prepared), len(rows))
+
+
+def checked_with(to: str, prepared: Prepared) -> str:
+    if to == "merged":
+        return "transformers"
+    return "transformers and peft" + (", on the dequantised base" if prepared.quantized_folder else "")
 
 
 def trained_model(prepared: Prepared, folder: RunFolder, *, is_adapter: bool) -> CausalModel:
@@ -81,7 +88,13 @@ def trained_model(prepared: Prepared, folder: RunFolder, *, is_adapter: bool) ->
     from fleetune.models.build import load_model
 
     base = Path(prepared.model_folder) if is_adapter else folder.model
-    model = load_model(base, dtype=prepared.precision, device=torch.device("cpu"), trainable=False)
+    model = load_model(
+        base,
+        dtype=prepared.precision,
+        device=torch.device("cpu"),
+        trainable=False,
+        quantized=quantized_of(prepared) if is_adapter else None,
+    )
     if is_adapter:
         model = load_adapter(model, folder.adapter, trainable=False)
     model.eval()
@@ -103,9 +116,13 @@ def write(to: str, model: CausalModel, folder: RunFolder, prepared: Prepared, ta
 
     base = Path(prepared.model_folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in StoredWeights.open(base).tensors()}
-    tensors = merged_tensors(base, trained_weights(model), model.adapter)
+    tensors = merged_tensors(base, trained_weights(model), model.adapter, quantized=quantized_of(prepared))
     write_weights(target / SINGLE_FILE, shapes, tensors, PRECISIONS[prepared.precision])
     shutil.copyfile(base / "config.json", target / "config.json")
+
+
+def quantized_of(prepared: Prepared) -> Path | None:
+    return Path(prepared.quantized_folder) if prepared.quantized_folder else None
 
 
 def trained_weights(model: CausalModel) -> dict[str, torch.Tensor]:
@@ -121,7 +138,7 @@ def copy_companions(result: Path, base: Path, target: Path) -> None:
 
     for folder in (result, base):
         for file in sorted(folder.iterdir()):
-            weights = file.suffix == ".safetensors" or file.name.startswith(("adapter_config", "config.json", "README"))
+            weights = file.suffix == ".safetensors" or file.name.startswith(NOT_COMPANIONS)
             if file.is_file() and not weights and not (target / file.name).exists() and file.suffix in COMPANIONS:
                 shutil.copyfile(file, target / file.name)
 
@@ -164,8 +181,26 @@ def largest_difference(module: Any, rows: list[np.ndarray], wanted: list[torch.T
     return largest
 
 
+def put_in_quantized(base: Any, prepared: Prepared) -> None:
+    """Give a plain transformers model the weights that the adapter was trained on, where those were quantised."""
+    folder = quantized_of(prepared)
+    if folder is None:
+        return
+    import torch
+
+    from fleetune.models.anatomy import is_conv1d
+    from fleetune.models.quantized_files import QuantizedWeights
+
+    weights = QuantizedWeights.open(folder)
+    with torch.no_grad():
+        for name in weights.layers:
+            layer = base.get_submodule(name)
+            dense = weights.dense(name, layer.weight.dtype)
+            layer.weight.copy_(dense.t() if is_conv1d(layer) else dense)
+
+
 def load_elsewhere(to: str, folder: Path, prepared: Prepared) -> Any:
-    """The export as its user will load it, with nothing of ours."""
+    """The export as its user will load it, with nothing of ours but, under an adapter, the base it was trained on."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -179,4 +214,5 @@ def load_elsewhere(to: str, folder: Path, prepared: Prepared) -> Any:
     from peft import PeftModel
 
     base = AutoModelForCausalLM.from_pretrained(prepared.model_folder, dtype=dtype)
+    put_in_quantized(base, prepared)
     return PeftModel.from_pretrained(base, folder).eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetune.spec.run_folder import read_lines, write_json
 from fleetune.training.answers import Reply
@@ -13,6 +13,9 @@ from fleetune.training.assess import Stopped
 from fleetune.training.build import Parts
 from fleetune.training.loop import save
 from fleetune.training.result import check_saved, published
+
+if TYPE_CHECKING:
+    from fleetune.models.causal import CausalModel
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +102,19 @@ def write_summary(parts: Parts, folder: Path, step: int, after: dict[str, Any] |
             "result": str(folder),
             "model": parts.spec.weights.model,
             "method": parts.spec.adaptation.method,
+            "base": base_of(parts.model),
         },
     )
+
+
+def base_of(model: CausalModel) -> dict[str, Any] | None:
+    """How much the quantised base weighs, and what it would weigh unquantised; None where it is not quantised."""
+    if model.scheme is None:
+        return None
+    saved = model.saved_bytes()
+    trained = sum(p.numel() * p.element_size() for _, p in model.trained())
+    held = model.held_bytes() - trained
+    return {"quantize": model.scheme, "precision": model.precision, "bytes": held, "unquantized_bytes": held + saved}
 
 
 def pair_replies(before: list[dict[str, Any]], after: list[Reply], *, count: int = 2) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ def model_request(spec: RunSpec) -> ModelRequest:
         precision=weights.precision,
         chat_template=weights.chat_template,
         trainable=spec.adaptation.method == "full",
+        quantize=spec.adaptation.quantize,
     )
 
 
@@ -77,6 +78,7 @@ def prepare(spec: RunSpec, folder: RunFolder, *, device: str) -> Prepared:
         device=device,
         num_sequences=data.num_sequences,
         has_conversations=any(file.shape != "text" for file in data.report.files),
+        quantized_folder=str(source.quantized) if source.quantized else None,
     )
     prepared.write(folder)
     return prepared

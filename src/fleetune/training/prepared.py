@@ -15,6 +15,7 @@ class Prepared:
     it came from there. adapter_folder: an adapter to go on with. store, validation_store: token stores.
     data_fingerprint: content of data, tokenizer, template, options and code version.
     precision: `fp32`, `bf16` or `fp16`, resolved. has_conversations: whether any row was written with a chat template.
+    quantized_folder: quantised weights of the linear layers, or None.
     """
 
     model_folder: str
@@ -29,6 +30,7 @@ class Prepared:
     device: str
     num_sequences: int
     has_conversations: bool
+    quantized_folder: str | None = None
 
     def write(self, folder: RunFolder) -> None:
         write_json(folder.prepared, asdict(self))

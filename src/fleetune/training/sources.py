@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetune.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from fleetune.models.locate import Located
 
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """Which model, and how its weights may be read."""
+    """Which model, and how its weights may be read. quantize: None: as the adapter was trained, if there is one."""
 
     model: str
     revision: str | None = None
@@ -20,13 +23,15 @@ class ModelRequest:
     precision: str = "auto"
     chat_template: str | None = None
     trainable: bool = False
+    quantize: str | None = None
 
 
 @dataclass(frozen=True)
 class ModelSource:
     """Prepared weights in an ordinary folder, on this node. precision: `fp32`, `bf16` or `fp16`, resolved.
 
-    hub_id: where everybody finds the base model, if it came from the hub; None: only in `folder`.
+    hub_id: where everybody finds the base model, if it came from the hub; None: only in `folder`. quantized: the folder of
+    its quantised weights, or None.
     """
 
     folder: Path
@@ -35,6 +40,7 @@ class ModelSource:
     hub_id: str | None
     fingerprint: str
     precision: str
+    quantized: Path | None = None
 
 
 def prepare_source(request: ModelRequest, *, device: str) -> ModelSource:
@@ -48,7 +54,7 @@ def prepare_source(request: ModelRequest, *, device: str) -> ModelSource:
         offline=request.offline,
         allow_remote_code=request.allow_remote_code,
     )
-    precision = request.precision if request.precision != "auto" else located.precision or probe(device)
+    quantize, precision = how_it_rests(request, located, device=device)
     # What is trained in full is held in fp32, whatever it computes in: only frozen weights rest in the compute type.
     dtype = "fp32" if request.trainable else precision
     prepared = prepare_model(located, dtype=dtype, allow_remote_code=request.allow_remote_code)
@@ -60,7 +66,30 @@ def prepare_source(request: ModelRequest, *, device: str) -> ModelSource:
     hub_id = None
     if located.revision is not None and prepared.adapter is None:
         hub_id = located.preset.hub if located.preset else request.model
-    return ModelSource(prepared.folder, prepared.adapter, located.name, hub_id, prepared.fingerprint, precision)
+    quantized = None
+    if quantize != "none":
+        from fleetune.models.quantized_files import prepare_quantized
+
+        quantized = prepare_quantized(
+            prepared.folder,
+            scheme=quantize,
+            fingerprint=located.base_fingerprint,
+            dtype=dtype,
+            allow_remote_code=request.allow_remote_code,
+        )
+    return ModelSource(prepared.folder, prepared.adapter, located.name, hub_id, prepared.fingerprint, precision, quantized)
+
+
+def how_it_rests(request: ModelRequest, located: Located, *, device: str) -> tuple[str, str]:
+    """(quantisation, precision) of the frozen weights: what is asked for, else what the adapter was trained on, else auto."""
+    from fleetune.models.quantized_files import QuantisedUnder
+
+    adapter = located.adapter if request.quantize is None else None
+    trained_on = QuantisedUnder.read(adapter) if adapter is not None else None
+    quantize = request.quantize or (trained_on.quantize if trained_on else "none")
+    if request.precision != "auto":
+        return quantize, request.precision
+    return quantize, located.precision or (trained_on.precision if trained_on else probe(device))
 
 
 def probe(device: str) -> str:

@@ -80,6 +80,7 @@ def batch_sizes(parts: Parts) -> dict[str, Any]:
         "world_size": world.world_size,
         "layout": world.layout.to_json(),
         "precision": parts.prepared.precision,
+        "quantize": parts.spec.adaptation.quantize,
         "device": str(world.device),
     }
 
