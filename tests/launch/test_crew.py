@@ -68,7 +68,7 @@ def test_the_rank_that_broke_first_is_named_with_the_last_line_of_its_traceback(
     run = make(tmp_path, {"sync": True, "steps": 400, "step_s": 0.02}, **{
         "*_1": {"sync": True, "steps": 3, "step_s": 0.02, "then": "crash"},
     })  # fmt: skip
-    assert run.supervise(2, patience=Patience(restarts=0, peers_s=1.0)) == 1
+    assert run.supervise(2, patience=Patience(restarts=0, peers_s=1.0)) == 2
     message = run.said[-1]
     assert "rank 1 (node 0) failed" in message and "RuntimeError: the tiny worker broke" in message
     assert str(run.folder.log(1, 1)) in message
@@ -160,7 +160,7 @@ def test_a_killed_store_is_replaced_for_the_next_attempt(tmp_path: Path) -> None
 def test_an_agent_that_cannot_start_is_told_with_its_cause(tmp_path: Path) -> None:
     run = make(tmp_path, {})
     commands = Commands(prepare="launch.tiny_prepare", worker="launch.tiny_worker", agent="launch.no_such_agent", preload=())
-    assert run.supervise(2, commands=commands, patience=Patience(restarts=0)) == 1
+    assert run.supervise(2, commands=commands, patience=Patience(restarts=0)) == 2
     assert "0 of 2 workers were started: ModuleNotFoundError: No module named 'launch.no_such_agent'" in run.said[-1]
     assert nothing_is_left(run)
 

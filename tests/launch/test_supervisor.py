@@ -89,7 +89,7 @@ def test_a_killed_worker_is_started_again_and_ends_well(tmp_path: Path) -> None:
 
 def test_a_crash_without_progress_is_given_up_with_its_cause(tmp_path: Path) -> None:
     run = TinyRun.make(tmp_path / "run", {"*/0": {"steps": 2, "then": "crash"}})
-    assert run.supervise() == 1
+    assert run.supervise() == 2
     # The first attempt made two steps; then come the restarts that make none.
     assert run.attempts() == 1 + 1 + PATIENCE.restarts
     message = run.said[-1]
@@ -108,7 +108,7 @@ def test_progress_forgives_the_restarts_before_it(tmp_path: Path) -> None:
 
 def test_restarts_wait_longer_each_time(tmp_path: Path) -> None:
     run = TinyRun.make(tmp_path / "run", {"*/0": {"then": "crash"}})
-    assert run.supervise() == 1
+    assert run.supervise() == 2
     assert [row["delay_s"] for row in run.events("restart")] == [0.1, 0.2]
     assert PATIENCE.backoff(100) == PATIENCE.backoff_limit_s
 
@@ -137,7 +137,7 @@ def test_a_later_start_has_higher_attempt_numbers(tmp_path: Path) -> None:
 def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     run = TinyRun.make(tmp_path / "run", {})
     commands = Commands(prepare="launch.tiny_prepare", worker="launch.no_such_worker", preload=())
-    assert run.supervise(commands=commands) == 1
+    assert run.supervise(commands=commands) == 2
     assert "No module named 'launch.no_such_worker'" in run.said[-1]
 
 

@@ -265,3 +265,28 @@ def test_a_preset_that_asks_for_what_is_not_there_is_told_by_name():
     assert problems_of(flags=flags(), preset=preset_given("p", {"teleport": "far"})) == (
         "preset p asks for teleport 'far', which this fleetune cannot do: take another",
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most"),
+    [("2:4", 2, 4), ("4", None, 4), (4, None, 4), ("3:3", 3, 3)],
+    ids=["range", "text", "number", "equal"],
+)
+def test_a_range_of_processes_is_two_fields(given: object, least: int | None, most: int) -> None:
+    spec = resolve(flags=flags_given({"num_gpus": given}), required=()).spec
+    assert (spec.layout.min_gpus, spec.layout.gpus) == (least, most)
+
+
+def test_a_plain_number_of_processes_ends_a_range_that_was_given_elsewhere(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("gpus: 2:4\n")
+    sources = {"file": file_given(file), "required": ()}
+    assert resolve(**sources).spec.layout.min_gpus == 2
+    narrowed = resolve(flags=flags_given({"gpus": "3"}), **sources).spec.layout
+    assert (narrowed.gpus, narrowed.min_gpus) == (3, None)
+
+
+@pytest.mark.parametrize("given", ["4:2", "a:b", "2:", ":3", "0:2"])
+def test_a_range_that_is_none_is_refused(given: str) -> None:
+    with pytest.raises(UserError, match="gpus"):
+        resolve(flags=flags_given({"gpus": given}), required=())

@@ -62,7 +62,8 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
         except UserError as error:
             problems.extend(error.problems)
 
-    device, num_processes = attempt(lambda: choose_processes(spec.layout.device, spec.layout.gpus)) or ("cpu", 1)
+    devices = attempt(lambda: choose_processes(spec.layout.device, spec.layout.gpus, spec.layout.min_gpus))
+    device, num_processes = devices or ("cpu", 1)
     problems += optimizer_elsewhere(resolved, device)
     if spec.rows.data or spec.rows.validation:
         attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
@@ -71,7 +72,7 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
     located = attempt(lambda: _located(spec))
     # Without a model the plan cannot be made, but the division of a step can be checked all the same.
     layout = attempt(lambda: derive_layout(spec.layout.axes(), num_processes)) or Layout(replicate=num_processes)
-    plan = attempt(lambda: _planned(spec, located, layout, device) if located else divide_step(spec, layout))
+    plan = attempt(lambda: planned(spec, located, layout, device) if located else divide_step(spec, layout))
     if located is not None and located.adapter is not None:
         problems += against_adapter(resolved, read_json_object(located.adapter / "adapter_config.json"))
     resolved = _absolute(resolved, located)
@@ -155,7 +156,8 @@ def _another_base(spec: RunSpec, located: Located) -> list[str]:
     ]
 
 
-def _planned(spec: RunSpec, located: Located, layout: Layout, device: str) -> Plan:
+def planned(spec: RunSpec, located: Located, layout: Layout, device: str) -> Plan:
+    """The plan of a run in this layout. Raises UserError where it cannot be done."""
     adapter = read_header(located.adapter / "adapter_model.safetensors") if located.adapter else None
     return make_plan(spec, read_shape(located.path), layout=layout, device=device, adapter=adapter)
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "one reply of a model",
     "chat": "a conversation with a model",
     "export": "the result of a run as an adapter or a merged model, checked",
+    "resize": "give a run that goes on more processes, or fewer",
     "verify": "prove from its ledger what a run has trained",
     "presets": "the models that have a short name",
 }

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fleetune.cli.intent import Intent, with_plan
+from fleetune.cli.intent import Intent, planned, with_plan
 from fleetune.cli.place import opened
-from fleetune.launch.request import Launch
+from fleetune.launch.request import Launch, Patience
 from fleetune.launch.supervisor import supervise
+from fleetune.monitor.account import account_of
 from fleetune.monitor.progress import ProgressView
-from fleetune.spec.errors import EXIT_USER
+from fleetune.spec.errors import EXIT_DONE, EXIT_USER
+from fleetune.spec.layout import derive_layout
 from fleetune.spec.read import write_run
 from fleetune.spec.run_folder import RunFolder, read_json, write_json
 
@@ -56,15 +58,28 @@ def start(intent: Intent, *, tell: Callable[[str], None]) -> Finished:
         with ProgressView(folder, stream=sys.stderr, level=output.log_level, every=output.log_every) as view:
             code = supervise(folder, _launch(intent), on_poll=view.poll, say=say, lease=place.lease)
         place.failed = code == EXIT_USER and not folder.prepared.exists()
+        if code == EXIT_DONE:
+            write_json(folder.summary, {**read_json(folder.summary), "account": account_of(folder).to_json()})
     return Finished(folder, code, said)
 
 
 def _launch(intent: Intent) -> Launch:
-    rows = intent.spec.rows
+    rows, survival = intent.spec.rows, intent.spec.survival
     is_local = intent.located.revision is None and all(Path(name).exists() for name in (*rows.data, *rows.validation))
     return Launch(
         num_processes=intent.num_processes,
+        min_processes=intent.spec.layout.min_gpus,
+        device=intent.device,
+        replan=lambda num_processes: _replan(intent, num_processes),
         threads=intent.spec.layout.threads,
         environment={"HF_HUB_DISABLE_TELEMETRY": "1", **(_NO_HUB if is_local else {})},
         prepare_arguments=("--device", intent.device),
+        patience=Patience(restarts=survival.max_restarts, hang_s=survival.hang_timeout),
     )
+
+
+def _replan(intent: Intent, num_processes: int) -> None:
+    """The plan of the same run on another number of processes. Raises UserError where it cannot be done."""
+    spec = with_plan(intent.resolved, intent.plan).spec
+    layout = derive_layout(spec.layout.axes(), num_processes)
+    write_json(intent.folder.plan, planned(spec, intent.located, layout, intent.device).to_json())

@@ -12,6 +12,7 @@ from fleetune.cli.flags import Flags
 from fleetune.cli.intent import Intent, work_out
 from fleetune.cli.start import Finished, start
 from fleetune.cli.words import say, table
+from fleetune.monitor.account import account_of, account_rows
 from fleetune.monitor.summary import print_summary
 from fleetune.planning.explain import explain
 from fleetune.spec.declared import declared
@@ -40,6 +41,8 @@ def run(words: Sequence[str]) -> int:
         tell_result(finished, as_json=intent.spec.output.json_output)
         if not is_quiet:
             tell_next(finished)
+    elif not is_quiet:
+        tell_account(finished)
     return finished.exit_code
 
 
@@ -64,6 +67,14 @@ def tell_result(finished: Finished, *, as_json: bool) -> None:
         print(json.dumps(finished.summary(), ensure_ascii=False))
     else:
         print_summary(finished.summary(), stream=sys.stdout)
+
+
+def tell_account(finished: Finished) -> None:
+    """What failures have cost a run that did not come to its end."""
+    account = account_of(finished.folder)
+    if account.is_eventful:
+        for line in table(account_rows(account.to_json())):
+            say(line)
 
 
 def tell_next(finished: Finished) -> None:

@@ -36,17 +36,23 @@ def count_devices(device: str) -> tuple[Device, int]:
     return "cpu", usable_cores()
 
 
-def choose_processes(device: str, asked: int | None) -> tuple[Device, int]:
+def choose_processes(device: str, asked: int | None, at_least: int | None = None) -> tuple[Device, int]:
     """(kind, number of processes): `asked` (--gpus), or one a GPU, or one CPU process. Raises UserError for too many GPUs.
+
+    at_least: where `asked` GPUs are not there, so few will do.
 
     More CPU processes than cores are possible, for trying things out; `thread_variables` warns.
     """
     kind, count = count_devices(device)
+    if kind == "cuda" and asked is not None and at_least is not None and at_least <= count < asked:
+        return kind, count
     if kind == "cuda" and asked is not None and asked > count:
         raise UserError(
             f"--gpus {asked} and this machine has {count} usable GPUs{_visible_note()}: give --gpus {count} or fewer, "
             "or --device cpu"
         )
+    if at_least is not None and kind == "cuda" and count < at_least:
+        raise UserError(f"min_gpus {at_least} and this machine has {count} usable GPUs{_visible_note()}: give a smaller number")
     if asked is not None:
         return kind, asked
     return kind, count if kind == "cuda" else 1

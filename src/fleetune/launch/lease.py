@@ -64,6 +64,12 @@ class Lease:
         self.release()
 
 
+def live_holder(folder: RunFolder) -> dict[str, Any] | None:
+    """Who runs in a folder (`pid`, `host`, ...), or None where nobody does."""
+    _, holder = _current(folder)
+    return holder if holder is not None and _is_live(holder) else None
+
+
 def _myself() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),

@@ -32,6 +32,7 @@ class Reports:
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self._read_end, False)
+        os.set_blocking(self.write_end, False)  # no process may ever wait for a supervisor that is stopped
         self._pending = b""
 
     def started(self) -> None:
@@ -67,10 +68,11 @@ class Process:
         *,
         variables: Mapping[str, str] | None = None,
         reports: Reports | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         self.call, self.log = call, log
         words = call.argv()
-        inherited = [surroundings.lifeline.read_end]
+        inherited = [surroundings.lifeline.read_end, *inherited]
         if reports is not None:
             words += ["--report-fd", str(reports.write_end)]
             inherited.append(reports.write_end)

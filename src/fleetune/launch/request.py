@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fleetune.launch.devices import thread_variables, usable_cores
@@ -26,8 +26,8 @@ class Commands:
     """Names of the modules that are started; each has `main(arguments) -> exit code`.
 
     prepare RUN_FOLDER: once, before everything. worker RUN_FOLDER --attempt N: one rank of one attempt.
-    agent, store: for several processes. preload: what workers will import, done while `prepare` runs; it must start no
-    thread that holds locks and touch no GPU, because several workers are forked from the process that imported it.
+    agent, store: for several processes. preload: what workers will import, done once, while `prepare` runs; it must start no
+    thread that holds locks and touch no GPU, because all workers are forked from the process that imported it.
     """
 
     prepare: str = "fleetune.training.prepare"
@@ -53,8 +53,10 @@ class Patience:
     """How long to wait for what, in seconds, and how often to try.
 
     restarts: so many in a row without a new checkpoint or step; then the run is given up. backoff_s: before the first of
-    them, doubled for each further one, at most backoff_limit_s. peers_s: what the other ranks get to end by themselves after
-    one has crashed. cleanup_s: what a rank gets after its outcome is written. save_s: what all get to save when asked to stop.
+    them, doubled for each further one, at most backoff_limit_s; after an attempt with progress nobody waits. hang_s: a rank
+    without a sign of life, or in a step for so long, hangs (see `liveness`); 0 never. peers_s: what the other ranks get to
+    end by themselves after one has crashed. cleanup_s: what a rank gets after its outcome is written. save_s: what all get
+    to save when asked to stop.
     """
 
     restarts: int = 3
@@ -63,24 +65,30 @@ class Patience:
     peers_s: float = 3.0
     cleanup_s: float = 20.0
     save_s: float = 600.0
+    hang_s: float = 10.0
     poll_s: float = 0.1
 
     def backoff(self, fruitless: int) -> float:
         """Seconds to wait before a restart that follows `fruitless` attempts in a row without progress."""
-        return min(self.backoff_limit_s, self.backoff_s * 2.0 ** max(0, fruitless - 1))
+        return min(self.backoff_limit_s, self.backoff_s * 2.0 ** (fruitless - 1)) if fruitless else 0.0
 
 
 @dataclass(frozen=True)
 class Launch:
     """What to start. threads: per process, None: the cores, shared out. environment: beside this process's own.
 
-    prepare_arguments: given to `prepare` after the run folder.
+    min_processes: what the run may shrink to where devices fail; None: it may not. device: `cpu` or `cuda`. prepare_arguments:
+    given to `prepare` after the run folder. replan: called before the run goes on with another number of processes; it raises
+    UserError where that cannot be.
     """
 
     num_processes: int = 1
+    min_processes: int | None = None
+    device: str = "cpu"
     threads: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     prepare_arguments: tuple[str, ...] = ()
+    replan: Callable[[int], None] = lambda num_processes: None
     commands: Commands = field(default_factory=Commands)
     patience: Patience = field(default_factory=Patience)
 
@@ -99,3 +107,11 @@ def environment_of(launch: Launch) -> tuple[dict[str, str], str | None]:
         "PYTHONUNBUFFERED": "1",
     }
     return {**environment, **threads, **fixed}, warning
+
+
+def device_variables(devices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """Makes only these GPUs visible to the workers, by their number among those that are visible now."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = [part.strip() for part in visible.split(",")] if visible else []
+    chosen = [names[device] if device < len(names) else str(device) for device in devices]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}

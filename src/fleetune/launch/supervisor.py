@@ -6,18 +6,22 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, final
+from typing import final
 
 from fleetune.launch.child import Call
-from fleetune.launch.ending import Ending, Evidence, describe_exit, first_error, judge, next_attempt, progress, read_outcomes
+from fleetune.launch.devices import count_gpus
+from fleetune.launch.ending import Ending, describe_exit, first_error, next_attempt, progress
+from fleetune.launch.ground import Ground
 from fleetune.launch.lease import Lease
-from fleetune.launch.lifeline import Lifeline
-from fleetune.launch.processes import LogTail, Process, Surroundings
-from fleetune.launch.request import Launch, environment_of
+from fleetune.launch.processes import LogTail, Process
+from fleetune.launch.record import Record
+from fleetune.launch.request import Launch
+from fleetune.launch.size import Size, take_request
 from fleetune.launch.stop import StopSignals
-from fleetune.launch.team import Store, Team, start_crew, start_solo
-from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER
-from fleetune.spec.run_folder import RunFolder, append_line
+from fleetune.launch.team import Team
+from fleetune.launch.watch import Watch
+from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
+from fleetune.spec.run_folder import RunFolder
 
 _EXIT_CODES = {"done": EXIT_DONE, "user": EXIT_USER, "preempted": EXIT_PREEMPTED, "crash": EXIT_CRASH}
 
@@ -60,67 +64,91 @@ class _Supervision:
         self._folder, self._launch, self._stop = folder, launch, stop
         self._on_poll, self._say = on_poll, say
         self._commands, self._patience = launch.commands, launch.patience
-        self._lifeline = Lifeline()
-        environment, warning = environment_of(launch)
-        if warning is not None:
-            say(f"warning: {warning}")
-        self._surroundings = Surroundings(environment, self._lifeline)
+        self._record = Record(folder)
+        at_least = launch.num_processes if launch.min_processes is None else launch.min_processes
+        count = count_gpus if launch.device == "cuda" else None
+        self._size = Size(launch.num_processes, at_least, count_devices=count)
+        self._ground = Ground(folder, launch, self._size, say)
         self._attempt = next_attempt(folder)
+        self._waiting = ("first_step", time.monotonic())
+        self._asked_size: int | None = None
         self._preparation: Process | None = None
         self._team: Team | None = None
-        self._store: Store | None = None
 
     def run(self) -> int:
+        take_request(self._folder)  # one that nobody took up, of an earlier time
         # The workers' imports take longer than most preparations: they are done at the same time.
-        self._start_team()
+        self._ground.ready()
         code = self._prepare()
         if code is not None:
             return code
         best, fruitless = progress(self._folder), 0
         while True:
             ending = self._attempt_once()
+            if ending.kind == "preempted" and self._stop.requested is None and self._asked_size is not None:
+                # All have saved, because somebody asked for another number of processes.
+                self._resize(None)
+                self._attempt += 1
+                self._ground.ready()
+                continue
             if ending.kind != "crash":
                 return self._finish(ending)
             reached = progress(self._folder)
             fruitless = 0 if any(now > then for now, then in zip(reached, best)) else fruitless + 1
             best = (max(best[0], reached[0]), max(best[1], reached[1]))
-            self._event("failure", ending, log=str(ending.log) if ending.log else None)
             if self._stop.requested is not None:
                 return self._finish(ending)
+            if self._resize(ending):
+                fruitless = 0  # another run in a way: it gets its own tries
             if fruitless > self._patience.restarts:
-                self._event("gave_up", ending, restarts=self._patience.restarts)
-                self._say(f"error: gave up after {self._patience.restarts} restarts without progress")
-                return self._finish(ending)
+                return self._give_up(ending)
             self._attempt += 1
             delay = self._patience.backoff(fruitless)
-            self._event("restart", None, cause=ending.cause, step=reached[1] or None, delay_s=delay)
-            self._start_team()
+            self._record.event("restart", self._attempt, None, cause=ending.cause, step=reached[1] or None, delay_s=delay)
+            self._ground.ready()
             if not self._pause(delay):
                 return self._stopped("between two attempts: the last checkpoint stands")
 
     def close(self) -> None:
         """Nothing that was started outlives this."""
-        for process in (self._preparation, self._team, self._store):
-            if process is not None:
-                process.kill() if isinstance(process, Process) else process.close()
-        self._lifeline.close()
+        if self._preparation is not None:
+            self._preparation.kill()
+        if self._team is not None:
+            self._team.close()
+        self._ground.close()
 
-    def _start_team(self) -> None:
-        if self._launch.num_processes == 1:
-            self._team = start_solo(self._commands, self._folder, self._attempt, self._surroundings)
-            return
-        if self._store is None or self._store.process.exit_code is not None:
-            if self._store is not None:
-                self._store.close()
-            self._store = Store(self._commands, self._folder, self._surroundings)
-        self._team = start_crew(self._commands, self._folder, self._attempt, self._surroundings, self._launch.num_processes)
+    def _resize(self, ending: Ending | None) -> bool:
+        """Change the number of processes where somebody has asked for it, or where a failure (ending) makes it necessary."""
+        asked, self._asked_size = self._asked_size, None
+        before = self._size.devices
+        change = self._size.to(asked, "asked for") if asked is not None else None
+        if change is None and ending is not None:
+            change = self._size.after_failure(ending)
+        if change is None:
+            return False
+        try:
+            self._launch.replan(change.after)
+        except UserError as error:
+            self._size.devices = before
+            self._record.event("resize_refused", self._attempt, None, cause=str(error), gpus=change.after)
+            self._say(f"warning: the run cannot go on with {change.after} processes, and keeps {change.before}: {error}")
+            return False
+        self._record.event("resize", self._attempt, None, cause=change.cause, before=change.before, after=change.after)
+        return True
+
+    def _is_to_leave(self) -> bool:
+        """Whether the workers are to save and end: by a signal, or to go on in another number."""
+        asked = take_request(self._folder)
+        if asked is not None and asked != self._size.num_processes:
+            self._asked_size = asked
+        return self._stop.requested is not None or self._asked_size is not None
 
     def _prepare(self) -> int | None:
         """Run the preparation; None where it is done, else the exit code of the run."""
         log = self._folder.logs / f"prepare-attempt-{self._attempt:03d}.log"
         tail = LogTail(log)
         call = Call(self._commands.prepare, (str(self._folder.path), *self._launch.prepare_arguments))
-        self._preparation = process = Process(call, log, self._surroundings)
+        self._preparation = process = Process(call, log, self._ground.surroundings)
         deadline: float | None = None
         while process.exit_code is None:
             if self._stop.requested is not None and deadline is None:
@@ -143,82 +171,46 @@ class _Supervision:
             return EXIT_USER  # what is to be mended has been said
         cause = (first_error(log) if code and code > 0 else None) or describe_exit(code)
         ending = Ending("crash", f"the preparation failed: {cause}", log=log)
-        self._event("failure", ending, log=str(log))
+        self._record.event("failure", self._attempt, ending, log=str(log))
         self._say(f"error: {ending.cause}; see {log}")
         return EXIT_CRASH
 
     def _attempt_once(self) -> Ending:
-        """Let the team go, watch it to its end, and judge it."""
-        assert self._team is not None
-        team = self._team
-        arguments = self._store_arguments()
-        if arguments is not None:
-            self._event("start", None, num_processes=self._launch.num_processes)
-            team.starter.go(arguments)
-            self._watch(team)
-        return self._close_team(team)
-
-    def _store_arguments(self) -> tuple[str, ...] | None:
-        """What the agent must know of the store; None where the store has ended instead of telling its address."""
-        if self._launch.num_processes == 1:
-            return ()
-        assert self._store is not None
-        while self._store.endpoint is None:
-            if self._store.process.exit_code is not None or self._stop.insisted:
-                return None
-            self._beat()
-        return ("--store", self._store.endpoint)
-
-    def _watch(self, team: Team) -> None:
-        """Wait for the team's end, with a bound on everything but the work itself."""
-        deadline: float | None = None
-        asked = False
-        while not team.is_over:
-            self._beat()
-            team.look()
-            if self._stop.insisted:
-                team.kill()
-            if self._stop.requested is not None and not asked and team.is_complete:
-                asked = True
-                team.ask_to_stop()
-            allowed = self._allowance(team)
-            if allowed is not None:
-                bound = time.monotonic() + allowed
-                deadline = bound if deadline is None else min(deadline, bound)
-            if deadline is not None and time.monotonic() > deadline:
-                team.kill()
-
-    def _allowance(self, team: Team) -> float | None:
-        """How long the rest of the team may go on from now, or None: as long as it wants."""
-        outcomes = read_outcomes(self._folder, self._attempt, range(team.num_processes))
-        kinds = {rank: outcome.kind for rank, (outcome, _) in outcomes.items()}
-        vanished = any(rank not in kinds for rank in team.deaths)
-        if vanished or "crash" in kinds.values():
-            return self._patience.peers_s
-        if "user" in kinds.values() or "preempted" in kinds.values() or len(kinds) == team.num_processes:
-            return self._patience.cleanup_s
-        return None if self._stop.requested is None else self._patience.save_s
-
-    def _close_team(self, team: Team) -> Ending:
-        left = team.close()
+        """Start the workers, watch them to their end, and judge it."""
+        self._ground.ready()
+        store = self._ground.endpoint(self._beat, lambda: self._stop.insisted)
+        if store is None:
+            log = self._folder.logs / "store.log"
+            return Ending("crash", "the store in which the ranks find each other did not start", log=log)
+        self._record.event("start", self._attempt, None, num_processes=self._size.num_processes)
+        self._team = team = self._ground.start(self._attempt, store)
+        watch = Watch(self._folder, self._attempt, team, record=self._record, patience=self._patience, stop=self._stop)
+        watch.follow(self._beat, leave=self._is_to_leave, since=self._waiting)
+        self._waiting = ("resized", time.monotonic())
+        ending, left = watch.end()
         self._team = None
-        evidence = Evidence(
-            num_processes=team.num_processes,
-            outcomes=read_outcomes(self._folder, self._attempt, range(team.num_processes)),
-            deaths=team.deaths,
-            exit_codes=team.exit_codes,
-            killed=frozenset(team.killed),
-            asked_to_stop=self._stop.requested is not None,
-        )
         if left:
             self._say(f"warning: processes {left} do not end, not even by SIGKILL: they hang in the system (a device, a disk)")
         if self._stop.insisted:
-            return Ending("crash", "killed at the second Ctrl-C: the last checkpoint stands")
-        return judge(evidence, self._folder, self._attempt)
+            ending = Ending("crash", "killed at the second Ctrl-C: the last checkpoint stands")
+        if ending.kind == "crash":
+            found_at = watch.detected_at if watch.detected_at is not None else time.monotonic()
+            self._waiting = ("recovered", found_at)
+            detection_s = None if watch.detection_s is None else round(watch.detection_s, 3)
+            where = str(ending.log) if ending.log else None
+            self._record.event("failure", self._attempt, ending, log=where, detection_s=detection_s)
+        return ending
+
+    def _give_up(self, ending: Ending) -> int:
+        """Restarts do not help: what remains is for a person to mend, so nobody should start the run again as it is."""
+        self._record.event("gave_up", self._attempt, ending, restarts=self._patience.restarts)
+        self._say(f"error: gave up after {self._patience.restarts} restarts without progress: {ending.text()}")
+        self._record.event("stop", self._attempt, ending, kind=ending.kind)
+        return EXIT_USER
 
     def _finish(self, ending: Ending) -> int:
         """Say how the run ended; returns its exit code."""
-        self._event("stop", ending, kind=ending.kind)
+        self._record.event("stop", self._attempt, ending, kind=ending.kind)
         if ending.kind == "crash":
             self._say(f"error: {ending.text()}" if not self._stop.insisted else f"error: {ending.cause}")
         elif ending.kind != "done":
@@ -228,7 +220,7 @@ class _Supervision:
         return _EXIT_CODES[ending.kind]
 
     def _stopped(self, when: str) -> int:
-        self._event("stop", Ending("preempted", f"{self._stop.requested} {when}"), kind="preempted")
+        self._record.event("stop", self._attempt, Ending("preempted", f"{self._stop.requested} {when}"), kind="preempted")
         self._say(f"asked to stop {when}; go on with --resume")
         return EXIT_CRASH if self._stop.insisted else EXIT_PREEMPTED
 
@@ -243,11 +235,3 @@ class _Supervision:
         began = time.monotonic()
         self._on_poll()
         time.sleep(max(0.0, self._patience.poll_s - (time.monotonic() - began)))
-
-    def _event(self, what: str, ending: Ending | None, **more: Any) -> None:
-        row = {"event": what, "attempt": self._attempt, "time": round(time.time(), 3)}
-        if ending is not None:
-            node = ending.node if ending.rank is not None else None
-            row |= {"rank": ending.rank, "node": node, "step": ending.step, "cause": ending.cause or None}
-        row |= more
-        append_line(self._folder.events, {key: value for key, value in row.items() if value is not None})

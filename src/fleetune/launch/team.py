@@ -5,33 +5,43 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
-from typing import final
+from pathlib import Path
+from typing import Any, final
 
 from fleetune.launch.child import Call
 from fleetune.launch.identity import Identity, wait_until_dead
+from fleetune.launch.liveness import Hang, Liveness
+from fleetune.launch.nursery import Forked, Nursery
 from fleetune.launch.processes import Process, Reports, Surroundings
+from fleetune.launch.pulse import STACKS_SIGNAL
 from fleetune.launch.request import Commands
+from fleetune.launch.stacks import sizes_of, waiting_ranks
 from fleetune.spec.run_folder import RunFolder
+
+#: So long a hanging process gets to write its stacks.
+_STACKS_S = 1.0
 
 
 @final
 class Team:
-    """The processes of one attempt, from their imports to their end.
+    """The processes of one attempt, from their fork to their end.
 
     starter: the worker itself, or the agent. members: the workers known so far, by rank; the agent's announce themselves.
     killed: ranks that were alive when `kill` was called. exit_codes: as far as they are known (negative: by that signal).
+    first_death: when the first rank was found dead (monotonic), and seconds since it was last seen alive.
     """
 
-    def __init__(self, starter: Process, num_processes: int, reports: Reports | None) -> None:
+    def __init__(self, starter: Forked, nursery: Nursery, num_processes: int, reports: Reports, liveness: Liveness) -> None:
         self.starter = starter
         self.num_processes = num_processes
         self.members: dict[int, Identity] = {}
         self.deaths: dict[int, float] = {}
         self.killed: set[int] = set()
         self.exit_codes: dict[int, int] = {}
-        self._reports = reports
-        if reports is None:
-            self.members[0] = Identity.of(starter.pid)
+        self.liveness = liveness
+        self.first_death: tuple[float, float] | None = None
+        self._nursery, self._reports = nursery, reports
+        self._looked_at = time.monotonic()
 
     @property
     def is_complete(self) -> bool:
@@ -40,20 +50,26 @@ class Team:
 
     @property
     def is_over(self) -> bool:
-        return self.starter.exit_code is not None
+        return self.starter.is_over
 
     def look(self) -> None:
-        """See who has come and who has died since the last look."""
-        for row in self._reports.take() if self._reports is not None else ():
-            if "started" in row:
-                self.members[int(row["started"])] = Identity.of(int(row["pid"]))
-            elif "ended" in row:
-                self.exit_codes.update({int(rank): int(code) for rank, code in row["ended"].items()})
+        """See who has come and who has died since the last look, and what the living say of themselves."""
+        now = time.monotonic()
+        self.liveness.pass_time(now)
+        self._nursery.look()
+        for row in self._reports.take():
+            self._hear(row)
         for rank, member in self.members.items():
             if rank not in self.deaths and not member.lives:
                 self.deaths[rank] = time.time()
-        if self._reports is None and self.starter.exit_code is not None:
-            self.exit_codes[0] = self.starter.exit_code
+                self.first_death = self.first_death or (now, now - self._looked_at)
+        if self.num_processes == 1 and self.starter.pid is not None:
+            if 0 not in self.members:
+                self.members[0] = Identity.of(self.starter.pid)
+            if self.starter.exit_code is not None:
+                self.exit_codes[0] = self.starter.exit_code
+        self.liveness.saw_end(self.deaths)
+        self._looked_at = now
 
     def ask_to_stop(self) -> None:
         """SIGTERM to every worker that lives: it saves and ends with 75."""
@@ -72,12 +88,37 @@ class Team:
         self.look()
         self.kill()
         left = [member.pid for member in wait_until_dead(list(self.members.values()), 5.0)]
-        if not self.starter.wait(5.0):
+        if not self.starter.wait(5.0) and self.starter.pid is not None:
             left.append(self.starter.pid)
         self.look()
-        if self._reports is not None:
-            self._reports.close()
+        self._reports.close()
         return left
+
+    def who_hangs(self, hangs: list[Hang], logs: Mapping[int, Path]) -> Hang:
+        """Of ranks that make no progress, the one that the others wait for. All are asked for their stacks, in their logs."""
+        silent = [hang for hang in hangs if hang.silent]
+        before = sizes_of(logs)
+        living = [rank for rank, member in self.members.items() if member.lives]
+        if STACKS_SIGNAL is not None:
+            for rank in living:
+                self.members[rank].send(STACKS_SIGNAL)
+        deadline = time.monotonic() + _STACKS_S
+        waiting: set[int] = set()
+        while time.monotonic() < deadline and len(waiting) + 1 < len(living):
+            time.sleep(0.05)
+            waiting = waiting_ranks(logs, before, living)
+        if silent:
+            return silent[0]
+        return next((hang for hang in hangs if hang.rank not in waiting), hangs[0])
+
+    def _hear(self, row: Mapping[str, Any]) -> None:
+        if "pulse" in row:
+            figures = {name: int(row.get(name, 0)) for name in ("marks", "done")}
+            self.liveness.saw(int(row["pulse"]), str(row.get("phase", "")), int(row.get("step", 0)), **figures)
+        elif "started" in row:
+            self.members[int(row["started"])] = Identity.of(int(row["pid"]))
+        elif "ended" in row:
+            self.exit_codes.update({int(rank): int(code) for rank, code in row["ended"].items()})
 
 
 @final
@@ -104,10 +145,21 @@ class Store:
         self._reports.close()
 
 
-def start_solo(commands: Commands, folder: RunFolder, attempt: int, surroundings: Surroundings) -> Team:
-    """One process: the worker itself. It imports, and waits for `go`."""
-    call = Call(commands.worker, (str(folder.path), "--attempt", str(attempt)), commands.preload, waits=True)
-    return Team(Process(call, folder.log(0, attempt), surroundings, variables=solo_variables()), 1, None)
+def start_solo(
+    nursery: Nursery,
+    commands: Commands,
+    folder: RunFolder,
+    attempt: int,
+    liveness: Liveness,
+    *,
+    variables: Mapping[str, str],
+) -> Team:
+    """One process: the worker itself."""
+    reports = Reports()
+    call = Call(commands.worker, (str(folder.path), "--attempt", str(attempt)))
+    starter = nursery.start(call, folder.log(0, attempt), variables={**solo_variables(), **variables}, reports=reports)
+    reports.started()
+    return Team(starter, nursery, 1, reports, liveness)
 
 
 def solo_variables() -> Mapping[str, str]:
@@ -116,17 +168,22 @@ def solo_variables() -> Mapping[str, str]:
     return {**dict.fromkeys(zero, "0"), **dict.fromkeys(one, "1")}
 
 
-def start_crew(commands: Commands, folder: RunFolder, attempt: int, surroundings: Surroundings, num_processes: int) -> Team:
-    """Several processes: the agent, which imports once, waits for `go --store HOST:PORT`, and forks the workers."""
+def start_crew(
+    nursery: Nursery,
+    commands: Commands,
+    folder: RunFolder,
+    attempt: int,
+    liveness: Liveness,
+    *,
+    num_processes: int,
+    store: str,
+    variables: Mapping[str, str],
+) -> Team:
+    """Several processes: the agent, which forks the workers. store: `host:port`."""
     reports = Reports()
     arguments = (str(folder.path), "--attempt", str(attempt), "--num-processes", str(num_processes))
-    call = Call(
-        commands.agent,
-        (*arguments, "--worker", commands.worker),
-        (commands.agent, *commands.preload),
-        waits=True,
-        single_threaded=True,
-    )
-    starter = Process(call, folder.logs / f"agent-attempt-{attempt:03d}.log", surroundings, reports=reports)
+    call = Call(commands.agent, (*arguments, "--worker", commands.worker, "--store", store), single_threaded=True)
+    log = folder.logs / f"agent-attempt-{attempt:03d}.log"
+    starter = nursery.start(call, log, variables=variables, reports=reports)
     reports.started()
-    return Team(starter, num_processes, reports)
+    return Team(starter, nursery, num_processes, reports, liveness)

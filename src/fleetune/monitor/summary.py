@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from fleetune.monitor.account import account_rows
 from fleetune.monitor.figures import count, duration, memory, number, printable, share
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ def fact_rows(summary: Summary) -> list[tuple[str, str]]:
         facts.append((f"base ({base['quantize']})", f"{memory(base['bytes'])} instead of {wide}"))
     if summary.get("result_step") is not None and summary["result_step"] != summary.get("steps"):
         facts.append(("best step", count(summary["result_step"])))
+    account = summary.get("account") or {}
+    if account.get("failures") or account.get("resizes") or account.get("recomputed_steps"):
+        facts += account_rows(account)
     if summary.get("result"):
         facts.append(("result", printable(str(summary["result"]))))
     return facts

@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 #: What everybody should hear of, also where only warnings are wanted.
 WARNINGS = {"failure", "restart", "resize", "save_failed", "skipped", "rewind", "lost", "hang", "out_of_memory", "gave_up"}
 #: What is of use when something is looked for.
-DETAILS = {"start", "stop", "done", "prepare", "prepared", "heartbeat"}
+DETAILS = {"start", "stop", "done", "prepare", "prepared", "heartbeat", "first_step", "resized"}
 
 _ORIGIN = {"event", "attempt", "rank", "node", "time", "version", "step"}
 
@@ -45,6 +45,8 @@ def event_line(row: Row) -> str:
     if kind == "evaluating":
         so_far = f"{row['done']} of " if row.get("done") else ""
         return f"evaluating: {_line(row.get('what'))} ({so_far}{row.get('total')})"
+    if kind == "recovered":
+        return f"training again {duration(row.get('recovery_s') or 0.0)} after the failure was found"
     where = f" at step {step}" if step is not None else ""
     why = f": {_line(cause)}" if cause else ""
     rest = ", ".join(f"{key} {_line(value)}" for key, value in row.items() if key not in _ORIGIN and key != "cause")

@@ -14,6 +14,8 @@ import logging
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,17 +24,20 @@ from typing import Any, final
 
 import torch
 from torch.distributed import PrefixStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from fleetune.launch import lifeline
+from fleetune.launch import lifeline, pulse
+from fleetune.launch.liveness import AGENT
 from fleetune.launch.processes import open_log
 from fleetune.parallel.world import STORE_VARIABLE, connect
 from fleetune.spec.run_folder import RunFolder
 
 _MONITOR_S = 0.1
+#: A report that finds the pipe full is tried again for ten seconds.
+_REPORT_TRIES = 100
 
 
 def main(arguments: list[str]) -> int:
@@ -43,10 +48,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--num-processes", type=int, required=True)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--store", required=True)
-    parser.add_argument("--report-fd", type=int, required=True)
     options = parser.parse_args(arguments)
     os.environ[STORE_VARIABLE] = options.store
-    pipe = Connection(options.report_fd, readable=False)
+    pipe = Connection(int(os.environ[pulse.VARIABLE]), readable=False)
     life = Connection(int(os.environ[lifeline.VARIABLE]), writable=False)
     spec = WorkerSpec(
         role="worker",
@@ -60,7 +64,8 @@ def main(arguments: list[str]) -> int:
     quiet()
     gc.collect()
     gc.freeze()  # the collector would otherwise write to, and so copy, every page the workers share
-    agent = LocalElasticAgent(spec, logs_specs=NoLogs(), start_method=start_method())
+    agent = LivingAgent(spec, logs_specs=NoLogs(), start_method=start_method())
+    agent.pipe = pipe
     try:
         result = agent.run()
     except SignalException:
@@ -104,10 +109,10 @@ def run_worker(task: Task) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's handlers are inherited by a fork
     os.environ[lifeline.VARIABLE] = str(task.lifeline.fileno())
+    os.environ[pulse.VARIABLE] = str(task.report.fileno())  # the worker gives its signs of life there
     lifeline.watch()
     rank = int(os.environ["RANK"])
     report(task.report, {"started": rank, "pid": os.getpid()})
-    task.report.close()
     log = open_log(task.folder.log(rank, task.attempt))
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -122,7 +127,28 @@ def run_worker(task: Task) -> int:
 
 def report(pipe: Connection, row: dict[str, Any]) -> None:
     """One line for the supervisor. Short enough to be written whole, also when several processes write."""
-    os.write(pipe.fileno(), json.dumps(row).encode() + b"\n")
+    for _ in range(_REPORT_TRIES):
+        try:
+            os.write(pipe.fileno(), json.dumps(row).encode() + b"\n")
+            return
+        except BlockingIOError:  # the supervisor is stopped, and the pipe full of signs of life
+            time.sleep(_MONITOR_S)
+
+
+@final
+class LivingAgent(LocalElasticAgent):
+    """torch's agent, which tells the supervisor that it is alive each time that it looks at its workers."""
+
+    pipe: Connection
+    _told_at = 0.0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        now = time.monotonic()
+        if now - self._told_at >= pulse.INTERVAL_S:
+            self._told_at = now
+            with suppress(BlockingIOError):
+                os.write(self.pipe.fileno(), json.dumps({"pulse": AGENT, "phase": "watch"}).encode() + b"\n")
+        return super()._monitor_workers(worker_group)
 
 
 def exit_codes(agent: LocalElasticAgent, result: RunResult) -> dict[int, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
+from fleetune.spec.errors import UserError
 from fleetune.spec.layout import Coordinates, Layout
 
 if TYPE_CHECKING:
@@ -218,6 +220,7 @@ def _join_group(place: Place, attempt: int, device: str, timeout: timedelta) -> 
         # Nothing of a run on one machine is to be heard outside it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    check_interfaces(os.environ)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     # A prefix of its own for each attempt: addresses of an earlier one must not be read.
     store = dist.PrefixStore(f"attempt-{attempt}", _connect(timeout))
@@ -236,8 +239,41 @@ def _connect(timeout: timedelta) -> dist.Store:
     endpoint = os.environ.get(STORE_VARIABLE)
     if endpoint is not None:
         return connect(endpoint, timeout)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    check_address(os.environ)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except RuntimeError as error:
+        if "in use" not in str(error):
+            raise
+        raise UserError(
+            f"port {os.environ['MASTER_PORT']} of MASTER_ADDR {os.environ['MASTER_ADDR']} is in use already: give the launcher "
+            "another port"
+        ) from None
     return dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def check_interfaces(environment: Mapping[str, str]) -> None:
+    """Raise UserError where a variable of the ranks' network names an interface that this machine does not have."""
+    present = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        absent = [name for name in environment.get(variable, "").split(",") if name and name not in present]
+        if absent:
+            raise UserError(
+                f"{variable} names {absent[0]!r}, and the interfaces of this machine are {', '.join(present)}: give one of "
+                "them, or unset it"
+            )
+
+
+def check_address(environment: Mapping[str, str]) -> None:
+    """Raise UserError where the address that another launcher gives does not resolve; torch would try it for half an hour."""
+    name = environment.get("MASTER_ADDR", "")
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR {name!r} cannot be resolved on this machine ({error.strerror}): give the launcher an address, or a "
+            "name that /etc/hosts or the name server knows"
+        ) from None
 
 
 def _destroy() -> None:

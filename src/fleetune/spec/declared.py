@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-from fleetune.spec import run_spec
+from fleetune.spec import run_spec, section
 
 #: text, one word of a list, a whole number, a number, on or off; lists of words, numbers or paths; role=column pairs.
 Kind = Literal["text", "choice", "whole", "number", "switch", "words", "numbers", "paths", "columns"]
 
 _PLAIN: dict[Any, Kind] = {str: "text", int: "whole", float: "number", bool: "switch"}
 _LISTS: dict[Any, Kind] = {
-    run_spec.Words: "words",
-    run_spec.Numbers: "numbers",
-    run_spec.Paths: "paths",
-    run_spec.Columns: "columns",
+    section.Words: "words",
+    section.Numbers: "numbers",
+    section.Paths: "paths",
+    section.Columns: "columns",
 }
 
 

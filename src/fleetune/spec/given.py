@@ -13,7 +13,7 @@ from fleetune.spec.yaml_file import read_document
 
 PREFIX = "FLEETUNE_"
 #: Variables of ours that are no fields of the spec: where caches are, and what our processes tell each other.
-NOT_FIELDS = ("FLEETUNE_CACHE", "FLEETUNE_TEST_CACHE", "FLEETUNE_LIFELINE_FD", "FLEETUNE_STORE")
+NOT_FIELDS = ("FLEETUNE_CACHE", "FLEETUNE_TEST_CACHE", "FLEETUNE_LIFELINE_FD", "FLEETUNE_REPORT_FD", "FLEETUNE_STORE")
 #: Fields that say how this one start is made; a run does not keep them.
 OF_ONE_START = ("resume", "json_output")
 

@@ -118,10 +118,27 @@ def _spell_out_qlora(values: dict[str, Any], chosen: dict[str, _Given], problems
     chosen.setdefault("quantize", chosen["method"])
 
 
+#: Fields that take MIN:MAX -> the field of the lesser number.
+_RANGES = {"gpus": "min_gpus"}
+
+
+def _ranges_split(source: Source) -> dict[str, Any]:
+    """What a source gives, with `gpus: MIN:MAX` as the two fields it stands for; after `gpus: N` no lesser number will do."""
+    plain = {name: name.lstrip("-").replace("-", "_") for name in source.values}
+    split = dict(source.values)
+    for name, value in source.values.items():
+        least = _RANGES.get(run_spec.aliases().get(plain[name], plain[name]))
+        if least is not None and least not in plain.values():
+            # In YAML, 2:4 without quotes is a number of minutes.
+            low, colon, high = str(source.texts.get(name, value)).partition(":")
+            split[name], split[least] = (high, low) if colon else (value, None)
+    return split
+
+
 def _by_field(source: Source, problems: list[str]) -> dict[str, _Given]:
     """What a source gives, by field name; names that no field has, or that two give, become problems."""
     found: dict[str, _Given] = {}
-    for name, value in source.values.items():
+    for name, value in _ranges_split(source).items():
         plain = name.lstrip("-").replace("-", "_")
         target = plain if plain in declared() else run_spec.aliases().get(plain)
         if target is None:

@@ -6,48 +6,13 @@ so a flag, an environment variable (`FLEETUNE_<NAME>`) or a key of a YAML file n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
-
-
-def _field(default: Any, help: str, *, aliases: tuple[str, ...] = (), resume: bool = False, **limits: Any) -> Any:
-    """One field of the spec. `aliases`: other tools' names for it. `resume`: whether it may change on `--resume`."""
-    extra: Any = {"aliases": list(aliases), "resume": resume}
-    return Field(default, description=help, json_schema_extra=extra, **limits)
-
-
-def _words(value: Any) -> Any:
-    """A list field takes `a,b` as well as `[a, b]`."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _paths(value: Any) -> Any:
-    """One path (never split: a comma may be part of its name) or several, as a repeated flag or a list gives them."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _columns(value: Any) -> Any:
-    if isinstance(value, str):
-        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        if any(not middle for _, middle, _ in pairs):
-            raise ValueError("write it as ROLE=COLUMN,ROLE=COLUMN, for instance prompt=question,response=answer")
-        return {role.strip(): column.strip() for role, _, column in pairs}
-    return value
-
-
-Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
-Numbers = Annotated[tuple[float, ...], BeforeValidator(_words)]
-Columns = Annotated[dict[str, str], BeforeValidator(_columns)]
+from fleetune.spec.section import Columns, Numbers, Paths, Words
+from fleetune.spec.section import Section as _Section
+from fleetune.spec.section import declare as _field
 
 
 class WeightsSection(_Section):
@@ -185,8 +150,15 @@ class LayoutSection(_Section):
 
     gpus: int | None = _field(
         None,
-        "Processes in all: one per GPU, or CPU processes where there is none. Empty: all GPUs, else 1.",
+        "Processes in all, N or MIN:MAX: one per GPU, or CPU processes where there is none. Empty: all GPUs, else 1.",
         aliases=("num_gpus", "processes"),
+        ge=1,
+        le=4096,
+        resume=True,
+    )
+    min_gpus: int | None = _field(
+        None,
+        "Go on with so few processes where devices fail; --gpus 2:4 gives both. Empty: always as many as --gpus.",
         ge=1,
         le=4096,
         resume=True,
@@ -228,6 +200,25 @@ class LayoutSection(_Section):
         return {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
 
 
+class SurvivalSection(_Section):
+    """What is done when something fails."""
+
+    max_restarts: int = _field(
+        3,
+        "Start again so many times in a row without a new step or checkpoint; then give up (exit code 2). Restarts that get "
+        "further do not count.",
+        ge=0,
+        resume=True,
+    )
+    hang_timeout: float = _field(
+        10.0,
+        "Seconds without a sign of life from a rank, or in one step (at least 6 times what the slow ones take), after which it "
+        "is ended and the run goes on from its last checkpoint. 0: wait for ever.",
+        ge=0.0,
+        resume=True,
+    )
+
+
 class OutputSection(_Section):
     """The run folder, and what goes into it."""
 
@@ -267,6 +258,7 @@ class RunSpec(_Section):
     adaptation: AdaptationSection = AdaptationSection()
     optimization: OptimizationSection = OptimizationSection()
     layout: LayoutSection = LayoutSection()
+    survival: SurvivalSection = SurvivalSection()
     output: OutputSection = OutputSection()
 
     @model_validator(mode="after")
@@ -281,6 +273,11 @@ class RunSpec(_Section):
             problems.append(f"data_weights {list(rows.data_weights)} must all be above 0: leave out a source instead")
         if rows.validation and rows.validation_share:
             problems.append("validation and validation_share both name held-out rows: give one of them")
+        layout = self.layout
+        if layout.min_gpus is not None and layout.gpus is not None and layout.min_gpus > layout.gpus:
+            problems.append(
+                f"min_gpus {layout.min_gpus} is more than gpus {layout.gpus}: give --gpus MIN:MAX, the smaller first"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self

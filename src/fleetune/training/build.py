@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetune.launch.pulse import Pulse
 from fleetune.planning.engines import choose_engine
 from fleetune.spec.batches import Batches, derive
 from fleetune.spec.errors import Preempted
@@ -93,7 +94,7 @@ class Parts:
             model=self.model,
             world=run.world,
             micro_batch_tokens=self.spec.rows.sequence_length * self.batches.micro_batch_size,
-            stop_requested=run.stop_requested,
+            stop_requested=self._asked_meanwhile,
             tokenizer=lambda: self.tokenizer,
             max_new_tokens=output.max_new_tokens if output.exact_match else None,
             tell=self._tell_evaluating,
@@ -113,6 +114,11 @@ class Parts:
         if self.run.monitor is not None:
             self.run.monitor.event("evaluating", what=what, done=done, total=total)
 
+    def _asked_meanwhile(self) -> bool:
+        """Whether to stop, asked between the batches of an evaluation: a sign that it gets on."""
+        self.run.pulse.tick()
+        return self.run.stop_requested()
+
     def replies_before(self) -> list[dict[str, Any]]:
         path = self.folder.path / "before.json"
         return read_json(path)["replies"] if path.exists() else []
@@ -123,7 +129,7 @@ class Parts:
 
 
 @contextmanager
-def build(spec: RunSpec, folder: RunFolder, attempt: int, stop: StopRequest) -> Iterator[Parts]:
+def build(spec: RunSpec, folder: RunFolder, attempt: int, stop: StopRequest, pulse: Pulse | None = None) -> Iterator[Parts]:
     """Join the ranks, load the model, build the engine, and go on from the last complete checkpoint. All ranks."""
     import torch
 
@@ -136,8 +142,11 @@ def build(spec: RunSpec, folder: RunFolder, attempt: int, stop: StopRequest) -> 
     layout = derive_layout(spec.layout.axes(), Place.from_environment().world_size)
     world = World.join(attempt=attempt, device=prepared.device, layout=layout)
     parts = None
+    pulse = pulse or Pulse()
+    pulse.at("load")
     try:
         parts = assemble(spec, folder, prepared=prepared, world=world, attempt=attempt, stop=stop)
+        parts.run.pulse = pulse
         go_on(parts)
         yield parts
     finally:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from fleetune.checkpoint.store import CheckpointStore
+from fleetune.launch.pulse import Pulse
 from fleetune.monitor.monitor import Monitor
 from fleetune.parallel.engine import Engine
 from fleetune.parallel.world import World
@@ -69,6 +70,7 @@ class Run:
     stop_requested: Callable[[], bool]
     peak_memory: Callable[[], int]
     progress: Progress = field(default_factory=Progress)
+    pulse: Pulse = field(default_factory=Pulse)
     skipped: int = 0
 
 
@@ -78,12 +80,14 @@ def train(run: Run, batches: Iterable[StepBatch]) -> None:
     started = time.monotonic() - progress.training_s
     for batch in batches:
         began = time.monotonic()
+        run.pulse.at("step", batch.step + 1)
         learning_rate = run.schedule(batch.step)
         report = run.engine.step(batch.micro_batches, learning_rate)
         check_numbers(run, batch, report)
         advance(progress, batch, report)
         progress.training_s = time.monotonic() - started
         stop = record(run, batch, report, learning_rate, time.monotonic() - began)
+        run.pulse.step_done()
         is_last = progress.step >= progress.num_steps
         if not stop and due(progress.step, run.cadence.evaluate_every, is_last):
             paused = time.monotonic()
@@ -164,6 +168,7 @@ def record(run: Run, batch: StepBatch, report: StepReport, learning_rate: float,
 def evaluate(run: Run) -> bool:
     """Held-out loss now; remembers the best. Returns whether somebody was asked to stop meanwhile."""
     progress = run.progress
+    run.pulse.at("evaluate")
     try:
         result = run.evaluate()
     except Stopped:
@@ -188,6 +193,7 @@ def given_up(run: Run) -> bool:
 def save(run: Run) -> None:
     """Save a complete checkpoint. A failed save is told and training goes on: the older checkpoint stands."""
     progress = run.progress
+    run.pulse.at("save")
     if run.monitor is not None:
         run.monitor.flush()
     best = progress.best_step is not None and progress.best_step == progress.step
@@ -196,6 +202,7 @@ def save(run: Run) -> None:
         event(run, "save_failed", step=progress.step, cause=report.error)
     else:
         event(run, "save", step=progress.step, bytes=report.bytes, seconds=report.seconds, best=best)
+    run.pulse.at("data")
 
 
 def event(run: Run, kind: str, **fields: Any) -> None:

@@ -14,6 +14,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
+from fleetune.launch.pulse import Pulse
 from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, Preempted, UserError
 from fleetune.spec.records import Outcome
 from fleetune.spec.run_folder import RunFolder, write_json
@@ -33,9 +34,10 @@ def main(argv: list[str] | None = None) -> int:
 def run(folder: RunFolder, attempt: int) -> int:
     """Run one rank to its end; returns the exit code, after writing the outcome."""
     stop = StopRequest().install()
+    pulse = Pulse.begin(rank_of())
     kind, cause, code = "done", "", EXIT_DONE
     try:
-        train_one_rank(folder, attempt, stop)
+        train_one_rank(folder, attempt, stop, pulse)
     except Preempted as preempted:
         kind, cause, code = "preempted", str(preempted), EXIT_PREEMPTED
     except UserError as error:
@@ -48,7 +50,7 @@ def run(folder: RunFolder, attempt: int) -> int:
     return code
 
 
-def train_one_rank(folder: RunFolder, attempt: int, stop: StopRequest) -> None:
+def train_one_rank(folder: RunFolder, attempt: int, stop: StopRequest, pulse: Pulse) -> None:
     from fleetune.monitor.logs import configure_logging
     from fleetune.spec.read import read_run
     from fleetune.training.build import build
@@ -57,8 +59,9 @@ def train_one_rank(folder: RunFolder, attempt: int, stop: StopRequest) -> None:
 
     spec = read_run(folder).spec
     configure_logging(level=spec.output.log_level)
-    with build(spec, folder, attempt, stop) as parts:
+    with build(spec, folder, attempt, stop, pulse) as parts:
         train(parts.run, parts.steps())
+        pulse.at("finish")
         finish(parts)
 
 
