@@ -29,7 +29,18 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "tools", "mis
 FORBIDDEN_CLASS_PARTS = ("Manager", "Handler", "Helper", "Mixin")
 #: Rooms and files that a machine without torch can use.
 TORCH_FREE = ("spec/", "planning/", "launch/", "cli/", "models/locate.py", "models/presets.py", "__init__.py")
-HEAVY = {"torch", "transformers", "peft", "datasets", "tensorboard", "safetensors", "accelerate", "gguf", "bitsandbytes"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "peft",
+    "datasets",
+    "tensorboard",
+    "safetensors",
+    "accelerate",
+    "gguf",
+    "bitsandbytes",
+    "deepspeed",
+}
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "pandas"}
 
 MAX_FILE_LINES = 320

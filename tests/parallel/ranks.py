@@ -20,7 +20,8 @@ from fleetune.launch.team import Store
 from fleetune.spec.run_folder import RunFolder
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "parallel.cases"])
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for its device when it is imported
+_context.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "deepspeed", "parallel.cases"])
 _attempts = itertools.count(1000)
 
 
@@ -39,10 +40,17 @@ class Ranks:
             assert time.monotonic() < deadline, "the store did not start"
             time.sleep(0.02)
 
-    def run(self, function: Callable[..., Any], world_size: int, *arguments: Any, dying: int | None = None) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *arguments: Any,
+        dying: int | None = None,
+        patience_s: float = 60.0,
+    ) -> list[Any]:
         """`function(world, *arguments)` on every rank; the results (JSON) in the order of ranks. Fails with a rank's error.
 
-        dying: a rank that must be killed on its way; its result is None.
+        dying: a rank that must be killed on its way; its result is None. patience_s: then it hangs.
         """
         attempt = next(_attempts)
         folder = self._folder / f"call-{attempt}"
@@ -55,7 +63,7 @@ class Ranks:
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience_s
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]

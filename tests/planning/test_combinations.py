@@ -5,8 +5,9 @@ import json
 import pytest
 
 from fleetune.cli.main import main
-from fleetune.planning.combinations import RULES, Asked, refusals
+from fleetune.planning.combinations import RULES, refusals
 from fleetune.planning.engines import choose_engine
+from fleetune.planning.rule import Asked
 from fleetune.spec.errors import UserError
 from fleetune.spec.layout import Layout
 from fleetune.spec.model_shape import read_shape

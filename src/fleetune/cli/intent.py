@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fleetune.cli.foreign import absent_for_deepspeed, earlier_source, foreign_notes, read_foreign
 from fleetune.cli.look import look_at_data
 from fleetune.cli.place import check_new, default_path
 from fleetune.launch.devices import choose_processes
@@ -17,6 +18,7 @@ from fleetune.models.locate import Located, locate
 from fleetune.models.presets import Preset, find_preset, refuse_moved, similar_presets
 from fleetune.models.quantized_files import QuantisedUnder
 from fleetune.planning.plan import Plan, divide_step, make_plan
+from fleetune.planning.zero import is_deepspeed
 from fleetune.spec.agreement import against_adapter, optimizer_elsewhere, without_effect
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.given import Source, environment_given, file_given, preset_given
@@ -52,7 +54,7 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
     is_start: it is to be started now, so there must be data, and its folder must be free or the one to go on in.
     """
     required = ("model", "data") if is_start else ("model",)
-    resolved, earlier = _resolved(flags, file_given(file) if file else None, required)
+    resolved, earlier, told = _resolved(flags, file_given(file) if file else None, required)
     spec = resolved.spec
     problems: list[str] = []
 
@@ -64,11 +66,11 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
 
     devices = attempt(lambda: choose_processes(spec.layout.device, spec.layout.gpus, spec.layout.min_gpus))
     device, num_processes = devices or ("cpu", 1)
-    problems += optimizer_elsewhere(resolved, device)
+    problems += [] if is_deepspeed(spec) else optimizer_elsewhere(resolved, device)
     if spec.rows.data or spec.rows.validation:
         attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
     attempt(lambda: _check_template(spec.weights.chat_template))
-    problems += [*without_effect(resolved), *_absent_packages(spec)] if is_start else []
+    problems += [*without_effect(resolved), *_absent_packages(spec), *absent_for_deepspeed(spec)] if is_start else []
     located = attempt(lambda: _located(spec))
     # Without a model the plan cannot be made, but the division of a step can be checked all the same.
     layout = attempt(lambda: derive_layout(spec.layout.axes(), num_processes)) or Layout(replicate=num_processes)
@@ -83,7 +85,7 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
         notes = attempt(lambda: check_resume(earlier, with_plan(resolved, plan))) or ()
     raise_if_any(problems)
     notes += tuple(_another_base(spec, located))
-    return Intent(resolved, located, plan, _folder(resolved, located), device, num_processes, notes)
+    return Intent(resolved, located, plan, _folder(resolved, located), device, num_processes, (*told, *notes))
 
 
 def _folder(resolved: Resolved, located: Located) -> RunFolder:
@@ -93,13 +95,13 @@ def _folder(resolved: Resolved, located: Located) -> RunFolder:
     return RunFolder(Path(run).absolute())
 
 
-def _resolved(flags: Source, file: Source | None, required: Sequence[str]) -> tuple[Resolved, Resolved | None]:
-    """(the spec, the run that is resumed or None). The first look tells which run and which preset."""
+def _resolved(flags: Source, file: Source | None, required: Sequence[str]) -> tuple[Resolved, Resolved | None, tuple[str, ...]]:
+    """(the spec, the run that is resumed or None, notes). The first look tells which run, preset and file of DeepSpeed's."""
     sources = {"flags": flags, "environment": environment_given(os.environ), "file": file}
     try:
         first = resolve(**sources, required=()).spec
     except UserError:
-        return resolve(**sources, required=required), None  # raises again, with what is missing as well
+        return resolve(**sources, required=required), None, ()  # raises again, with what is missing as well
     earlier = None
     if first.output.resume:
         if first.output.run is None:
@@ -107,13 +109,15 @@ def _resolved(flags: Source, file: Source | None, required: Sequence[str]) -> tu
         folder = RunFolder(Path(first.output.run))
         earlier = read_run(folder) if folder.exists() else None
     preset = preset_of(first.weights if first.weights.model or not earlier else earlier.spec.weights)
+    foreign = read_foreign(first, earlier)
     resolved = resolve(
         **sources,
-        earlier=earlier.source() if earlier else None,
+        foreign=foreign.source if foreign else None,
+        earlier=earlier_source(earlier, first) if earlier else None,
         preset=preset_given(preset.name, preset.values) if preset else None,
         required=required,
     )
-    return resolved, earlier
+    return resolved, earlier, foreign_notes(foreign, preset)
 
 
 def preset_of(weights: WeightsSection) -> Preset | None:
@@ -206,6 +210,8 @@ def _absolute(resolved: Resolved, located: Located | None) -> Resolved:
         values["model"] = _absolute_path(weights.model)
     if weights.chat_template is not None:
         values["chat_template"] = os.path.abspath(weights.chat_template)
+    if spec.zero.deepspeed is not None:
+        values["deepspeed"] = os.path.abspath(Path(spec.zero.deepspeed).expanduser())
     if spec.output.run is not None:
         values["run"] = os.path.abspath(Path(spec.output.run).expanduser())
     return resolved.with_values(values)

@@ -16,7 +16,9 @@ from fleetune.spec.errors import UserError
 from fleetune.spec.run_folder import RunFolder
 
 #: Entries that a start which died early may have left; anything else in a folder without a run is somebody's.
-_OURS = re.compile(r"logs|checkpoints|outcomes|heartbeat|lease\.json|\.lease.*|plan\.json|quarantine\.jsonl|\..*\.tmp")
+_OURS = re.compile(
+    r"logs|checkpoints|outcomes|heartbeat|lease\.json|\.lease.*|plan\.json|deepspeed\.json|quarantine\.jsonl|\..*\.tmp"
+)
 _KEPT = "quarantine.jsonl"
 
 

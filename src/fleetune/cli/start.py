@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fleetune.cli.foreign import keep
 from fleetune.cli.intent import Intent, planned, with_plan
 from fleetune.cli.place import opened
 from fleetune.launch.request import Launch, Patience
@@ -54,7 +55,8 @@ def start(intent: Intent, *, tell: Callable[[str], None]) -> Finished:
 
     with opened(folder) as place:
         write_json(folder.plan, intent.plan.to_json())
-        write_run(folder, with_plan(intent.resolved, intent.plan).with_values({"run": str(folder.path)}))
+        kept = {"run": str(folder.path), **keep(intent.spec, folder.path)}
+        write_run(folder, with_plan(intent.resolved, intent.plan).with_values(kept))
         with ProgressView(folder, stream=sys.stderr, level=output.log_level, every=output.log_every) as view:
             code = supervise(folder, _launch(intent), on_poll=view.poll, say=say, lease=place.lease)
         place.failed = code == EXIT_USER and not folder.prepared.exists()

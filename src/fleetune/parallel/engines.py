@@ -16,19 +16,28 @@ if TYPE_CHECKING:
     from fleetune.parallel.native import StepSettings
     from fleetune.parallel.optimizer_state import OptimizerFactory
     from fleetune.parallel.world import World
+    from fleetune.parallel.zero_settings import ZeroSettings
 
 #: Name -> module; imported only when its engine is wanted.
-MODULES = {"replicated": "fleetune.parallel.native", "sharded": "fleetune.parallel.sharded"}
+MODULES = {
+    "deepspeed": "fleetune.parallel.zero",
+    "replicated": "fleetune.parallel.native",
+    "sharded": "fleetune.parallel.sharded",
+}
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What an engine is made of. world: all ranks, with the layout. model: which one, not yet loaded."""
+    """What an engine is made of. world: all ranks, with the layout. model: which one, not yet loaded.
+
+    zero: how DeepSpeed shares out the training state; None for the other engines.
+    """
 
     world: World
     model: WantedModel
     optimizer: OptimizerFactory
     settings: StepSettings
+    zero: ZeroSettings | None = None
 
 
 @dataclass(frozen=True)

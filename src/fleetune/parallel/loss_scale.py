@@ -6,32 +6,44 @@ not finite, leave the update out and halve the scale; after many good steps, dou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import final
 
 import torch
 
-_START, _LOWEST, _HIGHEST = 2.0**16, 2.0**-14, 2.0**24
-_GROWTH_STEPS = 2000
+_HIGHEST = 2.0**24
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the scale moves. start: the first one. lowest: it goes no lower. growth_steps: it doubles after so many good steps.
+    is_fixed: it stays at the start."""
+
+    start: float = 2.0**16
+    lowest: float = 2.0**-14
+    growth_steps: int = 2000
+    is_fixed: bool = False
 
 
 @final
 class LossScale:
     """The scale and the number of good steps since it changed; always 1 where it is not enabled."""
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, *, enabled: bool, scaling: Scaling | None = None) -> None:
+        self._scaling = scaling or Scaling()
         self.enabled = enabled
-        self.value = _START if enabled else 1.0
+        self.value = self._scaling.start if enabled else 1.0
         self._good_steps = 0
 
     def update(self, finite: bool) -> None:
         """After each step: whether its gradients were finite."""
-        if not self.enabled:
+        if not self.enabled or self._scaling.is_fixed:
             return
         if not finite:
-            self.value, self._good_steps = max(_LOWEST, self.value / 2), 0
+            self.value, self._good_steps = max(self._scaling.lowest, self.value / 2), 0
             return
         self._good_steps += 1
-        if self._good_steps >= _GROWTH_STEPS:
+        if self._good_steps >= self._scaling.growth_steps:
             self.value, self._good_steps = min(_HIGHEST, self.value * 2), 0
 
     def state(self) -> torch.Tensor:
@@ -39,4 +51,5 @@ class LossScale:
         return torch.tensor([self.value, float(self._good_steps)], dtype=torch.float64)
 
     def restore(self, state: torch.Tensor) -> None:
-        self.value, self._good_steps = float(state[0]), int(state[1])
+        if not self._scaling.is_fixed:
+            self.value, self._good_steps = float(state[0]), int(state[1])

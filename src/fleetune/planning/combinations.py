@@ -6,44 +6,8 @@ of rules is a list of its own, so that an engine's rules stand together; a rule 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from fleetune.spec.layout import Layout
-from fleetune.spec.model_shape import ModelShape
-from fleetune.spec.run_spec import RunSpec
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a rule looks at. engine: its name in `planning/engines.py`. shape: None where the model was not found.
-
-    device: `cpu` or `cuda`.
-    """
-
-    spec: RunSpec
-    layout: Layout
-    engine: str
-    device: str
-    shape: ModelShape | None = None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """what: the combination in general, for the table. collides: the values of this run that collide, in words, or None.
-
-    why: the reason, and instead: an imperative, both as they are told and written into the table.
-    """
-
-    what: str
-    collides: Callable[[Asked], str | None]
-    why: str
-    instead: str
-
-    def refusal(self, asked: Asked) -> str | None:
-        """The problem as it is told, or None where the run is none of this rule's business."""
-        values = self.collides(asked)
-        return f"{values}: {self.why}. {self.instead[:1].upper()}{self.instead[1:]}" if values else None
+from fleetune.planning.rule import Asked, Rule
+from fleetune.planning.zero_rules import ZERO_RULES
 
 
 def _heads_that_do_not_divide(asked: Asked) -> str | None:
@@ -98,7 +62,7 @@ QUANTISATION_RULES = (
 )
 
 #: Every rule, in the order of the table.
-RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *QUANTISATION_RULES)
+RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *QUANTISATION_RULES, *ZERO_RULES)
 
 
 def refusals(asked: Asked) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fleetune.planning.zero import is_deepspeed
 from fleetune.spec.errors import UserError
 from fleetune.spec.layout import Layout
 from fleetune.spec.run_spec import RunSpec
@@ -20,6 +21,7 @@ class EngineKind:
 
 #: The first one that takes a run is its engine.
 ENGINE_KINDS = (
+    EngineKind("deepspeed", lambda spec, layout: is_deepspeed(spec)),
     EngineKind("replicated", lambda spec, layout: layout == Layout(replicate=layout.replicate)),
     EngineKind("sharded", lambda spec, layout: layout.pipeline == 1),
 )

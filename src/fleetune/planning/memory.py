@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fleetune.planning.zero import Zero
 from fleetune.spec.layout import Layout
 from fleetune.spec.model_shape import LinearShape
 from fleetune.spec.quantized import is_quantizable, quantized_bytes
@@ -79,3 +80,23 @@ def quantised(linears: Iterable[LinearShape], scheme: str) -> tuple[int, int]:
 def _kept(shape: Shape, layout: Layout) -> int:
     """Values of the largest piece: the first dim is cut into pieces of equal size, the last ones smaller."""
     return -(-shape[0] // layout.shard) * math.prod(shape[1:])
+
+
+def under_zero(whole: RankMemory, zero: Zero, ranks: int) -> RankMemory:
+    """What is left on one of so many ranks when DeepSpeed shares it out.
+
+    Stages 1 and 2, and offload, keep an fp32 copy of a rank's share of the parameters beside the moments. Offloaded bytes
+    count too: they lie in host memory. Buffers through which gradients and parameters pass come on top.
+    """
+    stage = zero.stage
+
+    def share(num_bytes: int, is_shared: bool) -> int:
+        return -(-num_bytes // ranks) if is_shared else num_bytes
+
+    copy = share(whole.trained_bytes, True) if stage in (1, 2) or (stage == 3 and zero.offload != "none") else 0
+    return RankMemory(
+        frozen_bytes=share(whole.frozen_bytes, stage == 3),
+        trained_bytes=share(whole.trained_bytes, stage == 3),
+        gradient_bytes=share(whole.gradient_bytes, stage >= 2),
+        optimizer_bytes=share(whole.optimizer_bytes, stage >= 1) + copy,
+    )

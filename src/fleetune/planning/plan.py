@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fleetune.planning.adapters import adapter_shapes, find_targets
-from fleetune.planning.combinations import Asked, refusals
+from fleetune.planning.combinations import refusals
 from fleetune.planning.engines import choose_engine
-from fleetune.planning.memory import RankMemory, quantised, rank_memory
+from fleetune.planning.memory import RankMemory, quantised, rank_memory, under_zero
+from fleetune.planning.rule import Asked
+from fleetune.planning.zero import is_deepspeed, zero_of
 from fleetune.spec.batches import Batches, derive, num_steps
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.layout import Layout
@@ -115,6 +117,7 @@ def make_plan(
     if is_known:
         how = {"precision": precision, "layout": layout, "accumulate": spec.layout.accumulate}
         memory = rank_memory(_base(shape), trained, resting=quantised(shape.linears, quantize), **how)  # type: ignore[arg-type]
+        memory = under_zero(memory, zero_of(spec), layout.world_size) if is_deepspeed(spec) else memory
     trainable = None if not is_known else shape.num_parameters if trained is None else sum(map(math.prod, trained))
     return Plan(
         layout=layout,
@@ -214,4 +217,7 @@ def _notes(spec: RunSpec, shape: ModelShape) -> list[str]:
             f"quantize {spec.adaptation.quantize} leaves the stacked experts as they are: {shape.expert_parameters:,} of "
             f"{shape.num_parameters:,} parameters stay in the compute type"
         )
+    if is_deepspeed(spec):
+        zero = zero_of(spec)
+        notes.append(f"DeepSpeed keeps the training state: zero_stage {zero.stage}, offload {zero.offload}")
     return notes

@@ -64,7 +64,7 @@ def optimizer_elsewhere(resolved: Resolved, device: str) -> list[str]:
         return []
     return [
         f"optimizer cpu_adam ({resolved.origins['optimizer']}) keeps its state on the CPU, and the model computes on {device}, "
-        "where this engine keeps both: give --optimizer adamw"
+        "where this engine keeps both: give --optimizer adamw, or --use_deepspeed"
     ]
 
 

@@ -23,7 +23,8 @@ class Source:
     """One place that values come from. values: by name as it was written there.
 
     name: of the file or preset. lines: name -> line of the file. texts: name -> an unquoted value as it was written, for
-    fields that are text (`revision: 0123` is no number). origins: name -> origin, of a run that is resumed.
+    fields that are text (`revision: 0123` is no number). origins: name -> origin, of a run that is resumed. places: name ->
+    where another tool's file has it, `optimizer.params.lr`.
     """
 
     kind: Literal["flag", "argument", "environment", "file", "run", "preset"]
@@ -32,9 +33,12 @@ class Source:
     lines: Mapping[str, int] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
         """Where the value under `name` stands: `flag --seed`, `file run.yaml, line 3`."""
+        if name in self.places:
+            return f"file {self.name}, {self.places[name]}"
         if self.kind == "file":
             return f"file {self.name}" + (f", line {self.lines[name]}" if name in self.lines else "")
         if self.kind == "run":

@@ -64,17 +64,24 @@ def resolve(
     flags: Source | None = None,
     environment: Source | None = None,
     file: Source | None = None,
+    foreign: Source | None = None,
     earlier: Source | None = None,
     preset: Source | None = None,
     required: Sequence[str] = ("model", "data"),
 ) -> Resolved:
-    """The spec that all sources give together; `earlier` is the run that is resumed. Raises one UserError with all problems."""
+    """The spec that all sources give together. Raises one UserError with all problems.
+
+    foreign: what another tool's file says that was given for its sake; it and the sources before it must agree, since each
+    was given by a person for this run. earlier: the run that is resumed.
+    """
     problems: list[str] = []
     chosen: dict[str, _Given] = {}
-    for source in (flags, environment, file, earlier, preset):
+    for source in (flags, environment, file, foreign, earlier, preset):
         if source is not None:
             higher = {name for name, given in chosen.items() if given.value is not None}
             for name, given in _by_field(source, problems).items():
+                if source is foreign and name in chosen:
+                    problems += _disagreement(declared()[name], chosen[name], given)
                 if not _is_settled(name, higher, chosen, source):
                     chosen.setdefault(name, given)
     values: dict[str, Any] = {}
@@ -206,6 +213,19 @@ def nearest(name: str) -> str | None:
             return candidate
     near = difflib.get_close_matches(name, [*shown, *run_spec.aliases()], n=1, cutoff=0.65)
     return near[0] if near else None
+
+
+def _disagreement(field: Declared, first: _Given, second: _Given) -> list[str]:
+    """What is said where two files, or a flag and a file, say different things of one field."""
+    try:
+        if convert(field, first.value) == convert(field, second.value):
+            return []
+    except ValueError:
+        pass  # told as a refusal, or by the spec
+    return [
+        f"{field.shown} is {_spoken(first.value)} ({first.origin}) and {_spoken(second.value)} ({second.origin}): leave one of "
+        "them out, or make them equal"
+    ]
 
 
 def _refusal(field: Declared, given: _Given, complaint: str) -> str:

@@ -13,6 +13,7 @@ from pydantic import model_validator
 from fleetune.spec.section import Columns, Numbers, Paths, Words
 from fleetune.spec.section import Section as _Section
 from fleetune.spec.section import declare as _field
+from fleetune.spec.zero_section import ZeroSection
 
 
 class WeightsSection(_Section):
@@ -258,6 +259,7 @@ class RunSpec(_Section):
     adaptation: AdaptationSection = AdaptationSection()
     optimization: OptimizationSection = OptimizationSection()
     layout: LayoutSection = LayoutSection()
+    zero: ZeroSection = ZeroSection()
     survival: SurvivalSection = SurvivalSection()
     output: OutputSection = OutputSection()
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from fleetune.launch.pulse import Pulse
 from fleetune.planning.engines import choose_engine
+from fleetune.planning.zero import is_deepspeed, zero_of
 from fleetune.spec.batches import Batches, derive
+from fleetune.spec.deepspeed_file import read_deepspeed
 from fleetune.spec.errors import Preempted
 from fleetune.spec.layout import derive_layout
 from fleetune.spec.records import StepBatch
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from fleetune.models.wanted import WantedModel
     from fleetune.parallel.engines import EngineRequest
     from fleetune.parallel.world import World
+    from fleetune.parallel.zero_settings import ZeroSettings
     from fleetune.training.held_out import HeldOut
     from fleetune.training.loop import Run
     from fleetune.training.signals import StopRequest
@@ -210,6 +213,22 @@ def engine_request(spec: RunSpec, prepared: Prepared, world: World) -> EngineReq
         model=wanted_model(spec, prepared),
         optimizer=OPTIMIZERS[optimization.optimizer](settings),
         settings=StepSettings(optimization.gradient_clip, prepared.precision, spec.layout.accumulate),
+        zero=zero_settings(spec),
+    )
+
+
+def zero_settings(spec: RunSpec) -> ZeroSettings | None:
+    """How DeepSpeed is to share out the training state; None where it is not the engine."""
+    if not is_deepspeed(spec):
+        return None
+    from fleetune.parallel.zero_settings import ZeroSettings
+
+    zero = zero_of(spec)
+    return ZeroSettings(
+        stage=zero.stage,
+        offload=zero.offload,
+        cpu_adam=zero.offload != "none" and spec.optimization.optimizer == "cpu_adam",
+        options=read_deepspeed(Path(spec.zero.deepspeed)).options if spec.zero.deepspeed else {},
     )
 
 
