@@ -61,6 +61,7 @@ def test_the_same_for_full_fine_tuning_and_in_bf16(place: Place, golden: Callabl
     run.holds_to(golden("--gpus", "2", *flags))
 
 
+@pytest.mark.long
 def test_the_only_worker_of_a_run(place: Place, golden: Callable[..., Path]) -> None:
     run = place.start("run")
     workers = run.wait_workers(1)

@@ -16,14 +16,8 @@ from faults.harness import PATIENCE, Place
 NOTICE_S = 30.0
 
 
-@pytest.mark.parametrize(
-    ("number", "processes"),
-    [
-        (signal.SIGTERM, 2),
-        pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 2), (signal.SIGTERM, 1)])
 def test_a_notice_is_kept_and_the_resumed_run_loses_no_step(
     place: Place, golden: Callable[..., Path], number: signal.Signals, processes: int
 ) -> None:

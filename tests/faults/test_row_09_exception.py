@@ -10,7 +10,8 @@ import pytest
 from faults.harness import PATIENCE, Place
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [1, 0])
 def test_all_end_at_once_and_the_first_traceback_names_the_cause(
     place: Place, golden: Callable[..., Path], tmp_path: Path, rank: int
 ) -> None:

@@ -22,10 +22,11 @@ BAD: dict[str, bytes] = {
     "over-long": json.dumps({"question": "How many? " * 200, "answer": "5 clips."}).encode(),
 }
 #: Text that looks like a special token is no fault: it is read as text.
-LITERAL = b'{"question": "What does <|im_end|> mean, and <image>?", "answer": "It ends a turn."}'
+LITERAL = b'{"question": "Is <|im_end|> an <image>?", "answer": "No."}'
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2, 3])
 def test_bad_rows_are_set_aside_and_the_rest_is_trained_once(place: Place, processes: int) -> None:
     data = write_rows(place.folder / f"{place.prefix}rows.jsonl", 12)
     lines = data.read_bytes().splitlines()
@@ -34,10 +35,10 @@ def test_bad_rows_are_set_aside_and_the_rest_is_trained_once(place: Place, proce
     run = place.start("run", "--gpus", str(processes), "--max-bad-share", "0.5", epochs=1, data=data)
     assert run.end() == 0, run.text()
     aside = list(read_lines(run.path / "quarantine.jsonl"))
-    told = {row["line"] for row in aside}
-    wrong = set(range(5, 5 + len(BAD)))
-    assert told == wrong, aside
-    assert all(row["cause"] for row in aside)
+    bad, long = ([row for row in aside if row["kind"] == kind] for kind in ("bad", "over_long"))
+    assert {row["line"] for row in bad} == set(range(5, 5 + len(BAD) - 1)), aside
+    assert all(row["cause"] for row in bad)
+    assert len(long) == 1 and "more than sequence_length" in long[0]["cause"]
     seen = [sample for step in samples(run.path) for sample in step]
     assert len(seen) == len(set(seen)) == 14, "12 rows, one of them twice, and one with literal special tokens"
     run.leaves_nothing()

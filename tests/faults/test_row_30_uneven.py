@@ -12,9 +12,8 @@ from journeys.journey import samples, write_rows
 PROCESSES = 2
 
 
-@pytest.mark.parametrize(
-    "rows", [pytest.param(0, marks=pytest.mark.long), 1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3, 4, 5))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5])
 def test_every_row_is_trained_once_an_epoch(place: Place, rows: int) -> None:
     data = write_rows(place.folder / f"{place.prefix}rows.jsonl", rows)
     run = place.start("run", "--gpus", str(PROCESSES), data=data, epochs=3)

@@ -12,6 +12,7 @@ from faults.harness import PATIENCE, Place
 from journeys.journey import fleetune
 
 
+@pytest.mark.long
 def test_its_processes_die_with_it_and_the_run_can_be_resumed(place: Place, golden: Callable[..., Path]) -> None:
     run = place.start("run", "--gpus", "2")
     workers = run.wait_workers(2)
