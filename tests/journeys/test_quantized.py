@@ -43,12 +43,12 @@ def test_from_the_first_step_to_the_merged_model(place: Path, tiny_llama: Path, 
     assert hashes(base) == before and len(before) == 2, "the base was never written"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["after"]["loss"] < summary["before"]["loss"] - 0.5
-    started = next(row for row in rows_of(run / "events.jsonl") if row["event"] == "start")
+    started = next(row for row in rows_of(run / "events.jsonl") if row["event"] == "start" and "layout" in row)
     planned = json.loads((run / "plan.json").read_text())
     assert started["quantize"] == planned["quantize"] == summary["base"]["quantize"]
     for checkpoint in (run / "checkpoints").iterdir():
         size = sum(file.stat().st_size for file in checkpoint.iterdir())
-        assert size < 4 * 3 * planned["trainable_parameters"] + 64_000, "a checkpoint holds the adapter and its optimizer only"
+        assert size < 4 * 3 * planned["trainable_parameters"] + 96_000, "a checkpoint holds the adapter and its optimizer only"
     again = fleetune("evaluate", run, "--data", "held.jsonl", "--sequence-length", "64", "--json", cwd=place)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["loss"] == pytest.approx(summary["after"]["loss"], rel=1e-5)
@@ -58,7 +58,7 @@ def test_from_the_first_step_to_the_merged_model(place: Path, tiny_llama: Path, 
         exported = fleetune("export", run, "--to", to, "--json", cwd=place)
         assert exported.returncode == 0, exported.stderr
         report = json.loads(exported.stdout)
-        assert report["max_difference"] <= report["tolerance"]
+        assert report["divergence"] <= report["tolerance"]
     merged = fleetune(
         "evaluate", run / "export" / "merged", "--data", "held.jsonl", "--sequence-length", "64", "--json", cwd=place
     )

@@ -96,13 +96,39 @@ def test_two_processes_train_as_one(trained: Path, tiny_llama: Path):
     assert {row["optimizer_bytes"] for row in start["ranks"]} == {8 * start["trained_parameters"]}
 
 
-def test_merged_and_adapter_exports_are_checked_and_published(trained: Path):
-    for kind in ("merged", "adapter"):
-        done = fleetune("export", "run", "--to", kind, "--json", cwd=trained)
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
-        assert Path(trained, report["path"]).is_dir()
-        assert report["max_difference"] < 1e-3
+@pytest.mark.parametrize(("kind", "precision"), [("merged", None), ("adapter", None), ("merged", "bf16"), ("merged", "fp16")])
+def test_merged_and_adapter_exports_are_checked_and_published(trained: Path, kind: str, precision: str | None):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    asked = [] if precision is None else ["--precision", precision]
+    done = fleetune("export", "run", "--to", kind, "--out", f"{kind}-{precision}", *asked, "--json", cwd=trained)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    largest = {None: 1e-3, "bf16": 0.3, "fp16": 0.05}[precision]
+    assert report["max_difference"] < largest and report["divergence"] <= report["tolerance"]
+    (weights,) = Path(trained, report["path"]).glob("*.safetensors")
+    dtype = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {tensor.dtype for tensor in load_file(weights).values()} == {dtype}
+    if kind == "merged":
+        assert AutoModelForCausalLM.from_pretrained(Path(trained, report["path"])).dtype == dtype
+
+
+def test_an_export_that_lost_an_adapter_matrix_is_not_published(trained: Path, monkeypatch: pytest.MonkeyPatch):
+    from fleetune.models import merge
+    from fleetune.spec.errors import CheckFailed
+    from fleetune.training.export import export_run
+
+    def forgets_one(base, weights, adapter, **options):
+        name = next(name for name in weights if "lora_B" in name or "lora_b" in name)
+        return whole(base, {**weights, name: weights[name] * 0}, adapter, **options)
+
+    whole = merge.merged_tensors
+    monkeypatch.setattr(merge, "merged_tensors", forgets_one)
+    with pytest.raises(CheckFailed, match="nothing was published"):
+        export_run(str(trained / "run"), to="merged", out=trained / "lost")
+    assert not (trained / "lost").exists()
 
 
 def test_evaluate_says_what_the_summary_says(trained: Path):

@@ -27,6 +27,13 @@ def flags() -> Flags:
         fields=("log_level",),
         own=[
             option("--to", "What to write.", type=click.Choice(["adapter", "merged"]), metavar="adapter|merged"),
+            option(
+                "--precision",
+                "Of the weights; else the run's (fp32 after full fine-tuning). Merged in fp32, the model is the trained one to "
+                "the last digits.",
+                type=click.Choice(["fp32", "bf16", "fp16"]),
+                metavar="fp32|bf16|fp16",
+            ),
             option("--out", "Folder to write; else export/ in the run folder.", metavar="DIR"),
             switch("--json", "Print the report as JSON."),
         ],
@@ -44,7 +51,8 @@ def run(words: Sequence[str]) -> int:
     from fleetune.training.export import export_run
 
     out = typed.own["out"]
-    report = export_run(folder, to=typed.own["to"], out=Path(out).expanduser() if out else None)
+    target = Path(out).expanduser() if out else None
+    report = export_run(folder, to=typed.own["to"], out=target, precision=typed.own["precision"])
     values = {name: os.fspath(value) if isinstance(value, Path) else value for name, value in vars(report).items()}
     if typed.own["json"]:
         print(json.dumps(values))
@@ -52,7 +60,8 @@ def run(words: Sequence[str]) -> int:
         rows = [
             (report.kind, str(report.path)),
             ("checked with", f"{report.checked_with}, on {report.rows} rows"),
-            ("largest difference", f"{report.max_difference:.3g} nats (allowed: {report.tolerance:g})"),
+            ("divergence", f"{report.divergence:.2g} nats a token in {report.precision} (allowed: {report.tolerance:g})"),
+            ("largest difference", f"{report.max_difference:.2g} nats of a next token's log-probability"),
         ]
         print("\n".join(table(rows)))
     return EXIT_DONE

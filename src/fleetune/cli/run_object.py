@@ -79,11 +79,14 @@ class Run:
             turns.insert(0, {"role": "system", "content": system})
         return self._generator.reply(turns, sampling)
 
-    def export(self, to: str = "merged", out: Text | None = None) -> ExportReport:
-        """Write the result for other programs, checked: `adapter` or `merged`. Raises CheckFailed where it differs."""
+    def export(self, to: str = "merged", out: Text | None = None, precision: str | None = None) -> ExportReport:
+        """Write the result for other programs, checked: `adapter` or `merged`. Raises CheckFailed where it differs.
+
+        precision: `fp32`, `bf16` or `fp16` weights; else the run's, and fp32 after full fine-tuning.
+        """
         from fleetune.training.export import export_run
 
-        return export_run(str(self.folder), to=to, out=None if out is None else Path(out))
+        return export_run(str(self.folder), to=to, out=None if out is None else Path(out), precision=precision)
 
 
 def _checked(drawing: dict[str, float]) -> dict[str, float]:

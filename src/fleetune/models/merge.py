@@ -19,10 +19,11 @@ def merged_tensors(
     adapter: Mapping[str, torch.Tensor],
     settings: AdapterSettings,
     *,
+    dtype: torch.dtype | None = None,
     allow_remote_code: bool = False,
     quantized: Path | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(stored name, tensor) of every weight of a model folder, the adapted ones merged, each in its stored dtype.
+    """(stored name, tensor) of every weight of a model folder, the adapted ones merged, in `dtype` (None: their stored one).
 
     Names are those of the folder's files, so that its config.json fits as it is and what is tied stays tied.
     adapter: every weight of the adapter by its name in the model. quantized: the quantised weights that it was trained on;
@@ -40,12 +41,12 @@ def merged_tensors(
     for stored_name, tensor in stored.tensors():
         target = name_of(stored_name)[0].removesuffix(".weight")
         if base is not None and stored_name.endswith(".weight") and target in base.layers:
-            weight = base.dense(target, tensor.dtype)
+            weight = base.dense(target, dtype or tensor.dtype)
             tensor = weight.t().contiguous() if is_conv1d(module.get_submodule(target)) else weight
         if target in left:
             left.discard(target)
             if target in settings.targets:
-                tensor = merge(tensor, target, adapter, settings)
+                tensor = merge(tensor, target, adapter, settings, dtype=dtype)
         yield stored_name, tensor
     if left:
         raise UserError(
@@ -53,8 +54,15 @@ def merged_tensors(
         )
 
 
-def merge(weight: torch.Tensor, target: str, adapter: Mapping[str, torch.Tensor], settings: AdapterSettings) -> torch.Tensor:
-    """The weight of one layer with its adapter merged in; [out, in] (or [in, out] where transposed), in its own dtype.
+def merge(
+    weight: torch.Tensor,
+    target: str,
+    adapter: Mapping[str, torch.Tensor],
+    settings: AdapterSettings,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The weight of one layer with its adapter merged in; [out, in] (or [in, out] where transposed), in `dtype` or its own.
 
     The sum is made in fp32 and rounded once. DoRA: m * (W + d) / |W + d|, norms over rows.
     """
@@ -67,4 +75,4 @@ def merge(weight: torch.Tensor, target: str, adapter: Mapping[str, torch.Tensor]
         norms = torch.linalg.vector_norm(merged, dim=0 if settings.transposed else 1)
         factor = adapter[f"{target}.lora_magnitude_vector"].detach().float().to(weight.device) / norms
         merged = merged * (factor[None, :] if settings.transposed else factor[:, None])
-    return merged.to(weight.dtype).contiguous()
+    return merged.to(dtype or weight.dtype).contiguous()
