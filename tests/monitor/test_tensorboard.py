@@ -20,7 +20,7 @@ def charts(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def train(folder: RunFolder, attempt: int, steps: range, loss: float) -> None:
-    sinks = make_sinks(folder, tensorboard=True, first_step=steps.start)
+    sinks = make_sinks(folder, ["tensorboard"], first_step=steps.start)
     with Monitor(folder, attempt=attempt, sinks=sinks) as monitor:
         for step in steps:
             monitor.record({"step": step, "loss": loss + step, "tokens_per_s": 100.0, "gradient_norm": None})
@@ -48,11 +48,11 @@ def test_a_resumed_run_goes_on_in_the_same_charts_without_steps_twice(folder: Ru
 
 
 def test_no_sink_is_made_and_nothing_imported_unless_it_is_asked_for(tmp_path: Path) -> None:
-    assert make_sinks(RunFolder(tmp_path), tensorboard=False, first_step=1) == []
+    assert make_sinks(RunFolder(tmp_path), [], first_step=1) == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_the_package_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'fleetune\[track\]'"):
-        make_sinks(RunFolder(tmp_path), tensorboard=True, first_step=1)
+        make_sinks(RunFolder(tmp_path), ["tensorboard"], first_step=1)

@@ -66,7 +66,7 @@ def test_every_alias_leads_to_its_field_and_is_no_field_itself():
         seen |= {field.name, *field.aliases}
 
 
-@pytest.mark.parametrize("name", ["sharding", "wandb", "hosts"])
+@pytest.mark.parametrize("name", ["sharding", "partition"])
 def test_what_is_not_built_yet_is_unknown(name):
     (problem,) = problems_of(flags=flags(**{name: "1"}))
     assert problem.startswith(f"there is no flag --{name.replace('_', '-')}")

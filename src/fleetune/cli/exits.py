@@ -38,7 +38,13 @@ _MENDABLE = (
 )
 
 #: Packages that fleetune needs and a login node may lack.
-_INSTALL = {"torch": "torch", "transformers": "transformers", "peft": "peft", "tensorboard": "'fleetune[track]'"}
+_INSTALL = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "peft": "peft",
+    "tensorboard": "'fleetune[track]'",
+    "wandb": "'fleetune[track]'",
+}
 
 
 def guarded(command: Callable[[], int]) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 
 from fleetune.cli.foreign import absent_for_deepspeed, earlier_source, foreign_notes, read_foreign
 from fleetune.cli.look import look_at_data
+from fleetune.cli.machines import Machines, find_machines
 from fleetune.cli.place import check_new, default_path
-from fleetune.launch.devices import choose_processes
+from fleetune.launch.fleet import Fleet
 from fleetune.models.config import read_json_object
 from fleetune.models.locate import Located, locate
 from fleetune.models.presets import Preset, find_preset, refuse_moved, similar_presets
@@ -33,7 +34,9 @@ from fleetune.spec.safetensors_header import read_header
 
 @dataclass(frozen=True)
 class Intent:
-    """A run that could be started. folder: where it will live. device: `cpu` or `cuda`. notes: what a person should know."""
+    """A run that could be started. folder: where it will live. device: `cpu` or `cuda`. notes: what a person should know.
+
+    fleet: the machines, connected, where there are several; `close` lets go of them."""
 
     resolved: Resolved
     located: Located
@@ -42,10 +45,15 @@ class Intent:
     device: str
     num_processes: int
     notes: tuple[str, ...] = ()
+    fleet: Fleet | None = None
 
     @property
     def spec(self) -> RunSpec:
         return self.resolved.spec
+
+    def close(self) -> None:
+        if self.fleet is not None:
+            self.fleet.close()
 
 
 def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) -> Intent:
@@ -64,8 +72,9 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
         except UserError as error:
             problems.extend(error.problems)
 
-    devices = attempt(lambda: choose_processes(spec.layout.device, spec.layout.gpus, spec.layout.min_gpus))
-    device, num_processes = devices or ("cpu", 1)
+    place = Path(spec.output.run or "runs").absolute()
+    machines = attempt(lambda: find_machines(spec, place, is_start=is_start)) or Machines()
+    device, num_processes = machines.device, machines.num_processes
     problems += [] if is_deepspeed(spec) else optimizer_elsewhere(resolved, device)
     if spec.rows.data or spec.rows.validation:
         attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
@@ -78,14 +87,16 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
     if located is not None and located.adapter is not None:
         problems += against_adapter(resolved, read_json_object(located.adapter / "adapter_config.json"))
     resolved = _absolute(resolved, located)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = machines.notes
     if is_start and earlier is None and spec.output.run is not None:
         attempt(lambda: check_new(_folder(resolved, located)))
     elif is_start and earlier is not None and isinstance(plan, Plan):
-        notes = attempt(lambda: check_resume(earlier, with_plan(resolved, plan))) or ()
+        notes += attempt(lambda: check_resume(earlier, with_plan(resolved, plan))) or ()
+    if problems:
+        machines.close()
     raise_if_any(problems)
     notes += tuple(_another_base(spec, located))
-    return Intent(resolved, located, plan, _folder(resolved, located), device, num_processes, (*told, *notes))
+    return Intent(resolved, located, plan, _folder(resolved, located), device, num_processes, (*told, *notes), machines.fleet)
 
 
 def _folder(resolved: Resolved, located: Located) -> RunFolder:

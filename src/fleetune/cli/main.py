@@ -16,6 +16,8 @@ COMMANDS = {
     "export": "the result of a run as an adapter or a merged model, checked",
     "resize": "give a run that goes on more processes, or fewer",
     "verify": "prove from its ledger what a run has trained",
+    "doctor": "can this machine, or these together, train? plain words, a fix each",
+    "watch": "a run live in the terminal: losses, speed, ranks, machines",
     "presets": "the models that have a short name",
 }
 

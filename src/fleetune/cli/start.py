@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from fleetune.cli.foreign import keep
 from fleetune.cli.intent import Intent, planned, with_plan
 from fleetune.cli.place import opened
+from fleetune.launch.fleet_run import supervise_fleet
+from fleetune.launch.load import Load
 from fleetune.launch.request import Launch, Patience
 from fleetune.launch.supervisor import supervise
 from fleetune.monitor.account import account_of
@@ -18,7 +21,7 @@ from fleetune.monitor.progress import ProgressView
 from fleetune.spec.errors import EXIT_DONE, EXIT_USER
 from fleetune.spec.layout import derive_layout
 from fleetune.spec.read import write_run
-from fleetune.spec.run_folder import RunFolder, read_json, write_json
+from fleetune.spec.run_folder import RunFolder, append_line, read_json, write_json
 
 #: Where nothing that was named comes from the hub, no library of a run's processes may ask it anything.
 _NO_HUB = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -53,16 +56,29 @@ def start(intent: Intent, *, tell: Callable[[str], None]) -> Finished:
         said.append(line)
         tell(line)
 
-    with opened(folder) as place:
+    with closing(intent), opened(folder) as place:
         write_json(folder.plan, intent.plan.to_json())
         kept = {"run": str(folder.path), **keep(intent.spec, folder.path)}
         write_run(folder, with_plan(intent.resolved, intent.plan).with_values(kept))
-        with ProgressView(folder, stream=sys.stderr, level=output.log_level, every=output.log_every) as view:
-            code = supervise(folder, _launch(intent), on_poll=view.poll, say=say, lease=place.lease)
+        load = Load()
+        with ProgressView(folder, stream=sys.stderr, level=output.log_level, every=intent.spec.trackers.log_every) as view:
+            if intent.fleet is None:
+                code = supervise(folder, _launch(intent), on_poll=lambda: _poll(view, folder, load), say=say, lease=place.lease)
+            else:
+                code = supervise_fleet(folder, intent.fleet, _launch(intent), on_poll=view.poll, say=say, lease=place.lease)
         place.failed = code == EXIT_USER and not folder.prepared.exists()
         if code == EXIT_DONE:
             write_json(folder.summary, {**read_json(folder.summary), "account": account_of(folder).to_json()})
     return Finished(folder, code, said)
+
+
+def _poll(view: ProgressView, folder: RunFolder, load: Load) -> None:
+    """What the launching process does meanwhile: draw the progress, write down how busy this machine is."""
+    view.poll()
+    row = load.row()
+    if row is not None:
+        with suppress(OSError):  # a full disk is told where it matters
+            append_line(folder.load, row)
 
 
 def _launch(intent: Intent) -> Launch:

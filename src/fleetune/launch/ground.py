@@ -12,7 +12,7 @@ from fleetune.launch.nursery import Nursery
 from fleetune.launch.processes import Surroundings
 from fleetune.launch.request import Launch, device_variables, environment_of
 from fleetune.launch.size import Size
-from fleetune.launch.team import Store, Team, start_crew, start_solo
+from fleetune.launch.team import CrewPlace, Store, Team, start_crew, start_solo
 from fleetune.spec.run_folder import RunFolder
 
 
@@ -36,6 +36,10 @@ class Ground:
             self._warn(f"warning: {warning}")
         return Surroundings(environment, self._lifeline)
 
+    @property
+    def _has_agent(self) -> bool:
+        return self._size.num_processes > 1 or self._launch.num_nodes > 1
+
     def ready(self) -> None:
         """See to it that the process with the imports lives, and the store where several ranks will need one.
 
@@ -46,9 +50,13 @@ class Ground:
         if nursery is None or not nursery.lives or nursery.surroundings.environment != surroundings.environment:
             if nursery is not None:
                 nursery.close()
-            several = (commands.agent,) if self._size.num_processes > 1 else ()
+            several = (commands.agent,) if self._has_agent else ()
             self._nursery = Nursery(self._folder, (*several, *commands.preload), surroundings)
-        if self._size.num_processes > 1 and (self._store is None or self._store.process.exit_code is not None):
+        if (
+            self._has_agent
+            and self._launch.num_nodes == 1
+            and (self._store is None or self._store.process.exit_code is not None)
+        ):
             if self._store is not None:
                 self._store.close()
             self._store = Store(commands, self._folder, surroundings)
@@ -71,7 +79,7 @@ class Ground:
         liveness = Liveness(launch.patience.hang_s)
         is_whole = self._size.devices == tuple(range(number))
         on = {} if launch.device != "cuda" or is_whole else device_variables(self._size.devices, self.surroundings.environment)
-        if number == 1:
+        if not self._has_agent:
             return start_solo(self._nursery, launch.commands, self._folder, attempt, liveness, variables=on)
         return start_crew(
             self._nursery,
@@ -79,7 +87,7 @@ class Ground:
             self._folder,
             attempt,
             liveness,
-            num_processes=number,
+            place=CrewPlace(range(launch.first_rank, launch.first_rank + number), launch.node, launch.num_nodes),
             store=store,
             variables=on,
         )

@@ -77,12 +77,17 @@ class Patience:
 class Launch:
     """What to start. threads: per process, None: the cores, shared out. environment: beside this process's own.
 
-    min_processes: what the run may shrink to where devices fail; None: it may not. device: `cpu` or `cuda`. prepare_arguments:
-    given to `prepare` after the run folder. replan: called before the run goes on with another number of processes; it raises
+    node, num_nodes: which machine of how many this is; then num_processes are those of this machine, their ranks begin at
+    first_rank, and the driver has the store. min_processes: what the run may shrink to where devices fail; None: it may not.
+    device: `cpu` or `cuda`. prepare_arguments: given to `prepare` after the run folder. replan: called before the run goes
+    on with another number of processes; it raises
     UserError where that cannot be.
     """
 
     num_processes: int = 1
+    node: int = 0
+    num_nodes: int = 1
+    first_rank: int = 0
     min_processes: int | None = None
     device: str = "cpu"
     threads: int | None = None

@@ -23,7 +23,7 @@ from fleetune.launch.watch import Watch
 from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from fleetune.spec.run_folder import RunFolder
 
-_EXIT_CODES = {"done": EXIT_DONE, "user": EXIT_USER, "preempted": EXIT_PREEMPTED, "crash": EXIT_CRASH}
+EXIT_CODES = {"done": EXIT_DONE, "user": EXIT_USER, "preempted": EXIT_PREEMPTED, "crash": EXIT_CRASH}
 
 
 def supervise(
@@ -46,12 +46,12 @@ def supervise(
         if lease is None:
             stack.enter_context(Lease.take(folder))
         stop = stack.enter_context(StopSignals())
-        supervision = _Supervision(folder, launch, stop, on_poll, say or _say_on_stderr)
+        supervision = _Supervision(folder, launch, stop, on_poll, say or say_on_stderr)
         stack.callback(supervision.close)
         return supervision.run()
 
 
-def _say_on_stderr(line: str) -> None:
+def say_on_stderr(line: str) -> None:
     with suppress(OSError, ValueError):  # the terminal may be closed; the run goes on
         print(line, file=sys.stderr, flush=True)
 
@@ -217,7 +217,7 @@ class _Supervision:
             prefix = "error: " if ending.kind == "user" else ""
             for line in ending.cause.splitlines():
                 self._say(f"{prefix}{line}")
-        return _EXIT_CODES[ending.kind]
+        return EXIT_CODES[ending.kind]
 
     def _stopped(self, when: str) -> int:
         self._record.event("stop", self._attempt, Ending("preempted", f"{self._stop.requested} {when}"), kind="preempted")

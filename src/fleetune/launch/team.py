@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -26,18 +27,21 @@ _STACKS_S = 1.0
 class Team:
     """The processes of one attempt, from their fork to their end.
 
-    starter: the worker itself, or the agent. members: the workers known so far, by rank; the agent's announce themselves.
-    killed: ranks that were alive when `kill` was called. exit_codes: as far as they are known (negative: by that signal).
+    ranks: those of this machine. starter: the worker itself (is_solo), or the agent. members: the workers known so far, by
+    rank; the agent's announce themselves. killed: ranks that were alive when `kill` was called. exit_codes: as far as they
+    are known (negative: by that signal).
     first_death: when the first rank was found dead (monotonic), and seconds since it was last seen alive.
     """
 
-    def __init__(self, starter: Forked, nursery: Nursery, num_processes: int, reports: Reports, liveness: Liveness) -> None:
+    def __init__(self, starter: Forked, nursery: Nursery, ranks: range, reports: Reports, liveness: Liveness) -> None:
         self.starter = starter
-        self.num_processes = num_processes
+        self.ranks = ranks
+        self.num_processes = len(ranks)
         self.members: dict[int, Identity] = {}
         self.deaths: dict[int, float] = {}
         self.killed: set[int] = set()
         self.exit_codes: dict[int, int] = {}
+        self.is_solo = False
         self.liveness = liveness
         self.first_death: tuple[float, float] | None = None
         self._nursery, self._reports = nursery, reports
@@ -63,7 +67,7 @@ class Team:
             if rank not in self.deaths and not member.lives:
                 self.deaths[rank] = time.time()
                 self.first_death = self.first_death or (now, now - self._looked_at)
-        if self.num_processes == 1 and self.starter.pid is not None:
+        if self.is_solo and self.starter.pid is not None:
             if 0 not in self.members:
                 self.members[0] = Identity.of(self.starter.pid)
             if self.starter.exit_code is not None:
@@ -121,13 +125,27 @@ class Team:
             self.exit_codes.update({int(rank): int(code) for rank, code in row["ended"].items()})
 
 
+@dataclass(frozen=True)
+class CrewPlace:
+    """Which ranks an agent starts: those of the machine `node` of `num_nodes`."""
+
+    ranks: range
+    node: int = 0
+    num_nodes: int = 1
+
+    def words(self) -> tuple[str, ...]:
+        return ("--num-processes", str(len(self.ranks)), "--node", str(self.node), "--num-nodes", str(self.num_nodes))
+
+
 @final
 class Store:
     """The store in which ranks find each other: a process of its own, so that no rank and no agent is special."""
 
-    def __init__(self, commands: Commands, folder: RunFolder, surroundings: Surroundings) -> None:
+    def __init__(
+        self, commands: Commands, folder: RunFolder, surroundings: Surroundings, *, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self._reports = Reports()
-        call = Call(commands.store, ("--host", "127.0.0.1"))
+        call = Call(commands.store, ("--host", host, "--port", str(port)))
         self.process = Process(call, folder.logs / "store.log", surroundings, reports=self._reports)
         self._reports.started()
         self._endpoint: str | None = None
@@ -159,7 +177,9 @@ def start_solo(
     call = Call(commands.worker, (str(folder.path), "--attempt", str(attempt)))
     starter = nursery.start(call, folder.log(0, attempt), variables={**solo_variables(), **variables}, reports=reports)
     reports.started()
-    return Team(starter, nursery, 1, reports, liveness)
+    team = Team(starter, nursery, range(1), reports, liveness)
+    team.is_solo = True
+    return team
 
 
 def solo_variables() -> Mapping[str, str]:
@@ -175,15 +195,15 @@ def start_crew(
     attempt: int,
     liveness: Liveness,
     *,
-    num_processes: int,
+    place: CrewPlace,
     store: str,
     variables: Mapping[str, str],
 ) -> Team:
-    """Several processes: the agent, which forks the workers. store: `host:port`."""
+    """Several processes, or those of one of several machines: the agent, which forks them. store: `host:port`."""
     reports = Reports()
-    arguments = (str(folder.path), "--attempt", str(attempt), "--num-processes", str(num_processes))
+    arguments = (str(folder.path), "--attempt", str(attempt), *place.words())
     call = Call(commands.agent, (*arguments, "--worker", commands.worker, "--store", store), single_threaded=True)
-    log = folder.logs / f"agent-attempt-{attempt:03d}.log"
+    log = folder.node_log("agent", place.node, attempt)
     starter = nursery.start(call, log, variables=variables, reports=reports)
     reports.started()
-    return Team(starter, nursery, num_processes, reports, liveness)
+    return Team(starter, nursery, place.ranks, reports, liveness)

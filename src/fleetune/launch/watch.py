@@ -27,6 +27,7 @@ class Watch:
     """One attempt of a run. Call `follow`, then `end`.
 
     detected_at: when what ended the attempt was found (monotonic). detection_s: after what time. None where nothing failed.
+    hang: how a rank hung, where one did. evidence: what the ranks left behind, after `end`.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class Watch:
         self._began = time.monotonic()
         self._deadline: float | None = None
         self._is_failing = False
-        self._hang: Ending | None = None
+        self.hang: Ending | None = None
         self._is_asked = False
         self._has_stepped = False
         self._pictured_at = 0.0
         self.detected_at: float | None = None
         self.detection_s: float | None = None
+        self.evidence: Evidence | None = None
 
     def follow(self, beat: Callable[[], None], *, leave: Callable[[], bool], since: tuple[str, float]) -> None:
         """Wait for the end of all processes.
@@ -76,37 +78,38 @@ class Watch:
             path.unlink(missing_ok=True)
         evidence = Evidence(
             num_processes=self._team.num_processes,
-            outcomes=read_outcomes(self._folder, self._attempt, range(self._team.num_processes)),
+            outcomes=read_outcomes(self._folder, self._attempt, self._team.ranks),
             deaths=self._team.deaths,
             exit_codes=self._team.exit_codes,
             killed=frozenset(self._team.killed),
             asked_to_stop=self._is_asked or self._stop.requested is not None,
         )
+        self.evidence = evidence
         ending = judge(evidence, self._folder, self._attempt)
         # What a rank said of itself before it was found hanging counts more: all had saved, say.
-        return (self._hang if self._hang is not None and ending.kind == "crash" else ending), left
+        return (self.hang if self.hang is not None and ending.kind == "crash" else ending), left
 
     def _look_for_hang(self) -> None:
         """A hang ends the attempt; but ranks that only wait for one that has failed do not hang."""
-        if self._hang is not None or self._is_failing:
+        if self.hang is not None or self._is_failing:
             return
         if not self._team.is_complete and time.monotonic() - self._began > PHASES["start"]:
             come = f"{len(self._team.members)} of {self._team.num_processes} workers"
-            self._hang = Ending("crash", f"only {come} came within {PHASES['start']:.0f} s: what starts them hangs")
+            self.hang = Ending("crash", f"only {come} came within {PHASES['start']:.0f} s: what starts them hangs")
             self._team.kill()
             return
         hangs = self._team.liveness.hung()
         if not hangs:
             return
-        logs = {rank: self._folder.log(rank, self._attempt) for rank in range(self._team.num_processes)}
+        logs = {rank: self._folder.log(rank, self._attempt) for rank in self._team.ranks}
         hang = hangs[0] if hangs[0].rank == AGENT else self._team.who_hangs(hangs, logs)
         if hang.phase in ("step", "data"):
             # Its last sign of life may be some fast steps old; the ledger tells which one is not made.
             hang = dataclasses.replace(hang, phase="step", step=max(hang.step, (last_step(self._folder) or 0) + 1))
-        self._hang = self._ending_of(hang)
+        self.hang = self._ending_of(hang)
         self.detected_at, self.detection_s = time.monotonic(), hang.seconds
         self._record.event(
-            "hang", self._attempt, self._hang, phase=hang.phase, silent=hang.silent, seconds=round(hang.seconds, 3)
+            "hang", self._attempt, self.hang, phase=hang.phase, silent=hang.silent, seconds=round(hang.seconds, 3)
         )
         self._team.kill()
 
@@ -128,7 +131,7 @@ class Watch:
     def _allowance(self) -> float | None:
         """How long the rest of the team may go on from now, or None: as long as it wants."""
         team = self._team
-        outcomes = read_outcomes(self._folder, self._attempt, range(team.num_processes))
+        outcomes = read_outcomes(self._folder, self._attempt, team.ranks)
         kinds = {rank: outcome.kind for rank, (outcome, _) in outcomes.items()}
         team.liveness.saw_end(kinds)
         vanished = any(rank not in kinds for rank in team.deaths)

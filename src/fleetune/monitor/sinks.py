@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from fleetune.spec.run_folder import RunFolder
+from fleetune.spec.run_folder import RunFolder, read_json, write_json
 
 Row = Mapping[str, Any]
+
+#: Ids under which trackers know a run, so that a resumed one is the same there.
+_IDENTITIES = "trackers.json"
 
 
 class Sink(Protocol):
@@ -28,12 +32,50 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def make_sinks(folder: RunFolder, *, tensorboard: bool, first_step: int) -> list[Sink]:
-    """The sinks that were asked for. first_step: the step this attempt starts with (1 in a new run); what an earlier
-    attempt showed from there on is replaced. Raises UserError where an optional package is missing."""
+def make_sinks(
+    folder: RunFolder,
+    asked: Sequence[str],
+    *,
+    first_step: int,
+    config: Mapping[str, Any] | None = None,
+    offline: bool = False,
+) -> list[Sink]:
+    """The sinks that were asked for: `tensorboard`, `wandb`, `mlflow`.
+
+    first_step: the step this attempt starts with (1 in a new run); what an earlier attempt showed from there on is replaced,
+    where a tracker can. config: the run's settings. offline: no sink may use the network. Raises UserError where an optional
+    package is missing.
+    """
     sinks: list[Sink] = []
-    if tensorboard:
+    identities = _identities(folder)
+    common: dict[str, Any] = {"name": folder.path.name, "config": config or {}, "offline": offline}
+    if "tensorboard" in asked:
         from fleetune.monitor.tensorboard import TensorBoardSink
 
         sinks.append(TensorBoardSink(folder.tensorboard, first_step=first_step))
+    if "wandb" in asked:
+        from fleetune.monitor.wandb_sink import WandbSink
+
+        identity = identities.setdefault("wandb", secrets.token_hex(4))
+        _remember(folder, identities)
+        sinks.append(WandbSink(folder.path, identity=identity, **common))
+    if "mlflow" in asked:
+        from fleetune.monitor.mlflow_sink import MlflowSink
+
+        sink = MlflowSink(folder.path / "mlflow", identity=identities.get("mlflow"), **common)
+        identities["mlflow"] = sink.identity
+        _remember(folder, identities)
+        sinks.append(sink)
     return sinks
+
+
+def _identities(folder: RunFolder) -> dict[str, str]:
+    try:
+        found = read_json(folder.path / _IDENTITIES)
+    except (OSError, ValueError):
+        return {}
+    return {name: value for name, value in found.items() if name != "version"}
+
+
+def _remember(folder: RunFolder, identities: Mapping[str, str]) -> None:
+    write_json(folder.path / _IDENTITIES, identities)

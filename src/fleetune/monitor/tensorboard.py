@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fleetune.monitor.charts import STEP_CHARTS, VALIDATION_CHARTS, figures
 from fleetune.monitor.sinks import Row
 from fleetune.spec.errors import UserError
-
-#: Chart name -> key of a row.
-STEP_CHARTS = {
-    "train/loss": "loss",
-    "train/gradient_norm": "gradient_norm",
-    "train/learning_rate": "learning_rate",
-    "train/trained_tokens": "trained_tokens",
-    "speed/tokens_per_s": "tokens_per_s",
-    "speed/step_s": "step_s",
-    "speed/data_wait_s": "data_wait_s",
-    "speed/bytes_sent": "bytes_sent",
-    "memory/peak_memory_bytes": "peak_memory_bytes",
-}
-VALIDATION_CHARTS = {"validation/loss": "validation_loss", "validation/perplexity": "validation_perplexity"}
 
 #: Written out at least this often, so that a watcher sees the run live.
 FLUSH_S = 10
@@ -57,6 +44,5 @@ class TensorBoardSink:
         self._writer.close()
 
     def _add(self, charts: dict[str, str], row: Row) -> None:
-        for chart, key in charts.items():
-            if row.get(key) is not None:
-                self._writer.add_scalar(chart, row[key], row["step"], walltime=row["time"])
+        for chart, value in figures(charts, row).items():
+            self._writer.add_scalar(chart, value, row["step"], walltime=row["time"])

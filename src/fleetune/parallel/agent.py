@@ -46,6 +46,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--num-processes", type=int, required=True)
+    parser.add_argument("--node", type=int, default=0)
+    parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--store", required=True)
     options = parser.parse_args(arguments)
@@ -57,7 +59,7 @@ def main(arguments: list[str]) -> int:
         local_world_size=options.num_processes,
         entrypoint=run_worker,
         args=(Task(options.worker, RunFolder(options.folder), options.attempt, pipe, life),),
-        rdzv_handler=FixedRendezvous(options.store, options.attempt),
+        rdzv_handler=FixedRendezvous(options.store, options.attempt, options.node, options.num_nodes),
         max_restarts=0,
         monitor_interval=_MONITOR_S,
     )
@@ -166,8 +168,9 @@ def exit_codes(agent: LocalElasticAgent, result: RunResult) -> dict[int, int]:
 class FixedRendezvous(RendezvousHandler):
     """Who takes part is decided by the supervisor, so there is nothing to negotiate: only the store to hand over."""
 
-    def __init__(self, endpoint: str, attempt: int) -> None:
+    def __init__(self, endpoint: str, attempt: int, node: int, num_nodes: int) -> None:
         self._endpoint, self._attempt = endpoint, attempt
+        self._node, self._num_nodes = node, num_nodes
 
     def get_backend(self) -> str:
         return "fixed"
@@ -175,7 +178,7 @@ class FixedRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         host, _, port = self._endpoint.rpartition(":")
         store = PrefixStore(f"attempt-{self._attempt}/agents", connect(self._endpoint, timedelta(seconds=60)))
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(host, int(port)))
+        return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(host, int(port)))
 
     def is_closed(self) -> bool:
         return False

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
+from fleetune.launch.addresses import choose_interface
 from fleetune.spec.errors import UserError
 from fleetune.spec.layout import Coordinates, Layout
 
@@ -79,10 +80,13 @@ class World:
         self.bytes_sent = 0
 
     @staticmethod
-    def join(*, attempt: int = 0, device: str = "cpu", layout: Layout | None = None, timeout_s: float = 1800.0) -> World:
+    def join(
+        *, attempt: int = 0, device: str = "cpu", backend: str = "auto", layout: Layout | None = None, timeout_s: float = 1800.0
+    ) -> World:
         """Find the other ranks, through the environment that an agent has set. All ranks of the attempt.
 
-        device: `cpu` or `cuda`; each process of a node takes its own GPU. timeout_s: a collective in which a peer hangs
+        device: `cpu` or `cuda`; each process of a node takes its own GPU. backend: what carries the device's tensors,
+        `nccl` or `gloo`; auto: the device's own. timeout_s: a collective in which a peer hangs
         raises after so long (one whose peer dies raises at once).
         """
         place = Place.from_environment()
@@ -90,7 +94,7 @@ class World:
         if where.type == "cuda":
             torch.cuda.set_device(where)
         if place.world_size > 1:
-            _join_group(place, attempt, where.type, timedelta(seconds=timeout_s))
+            _join_group(place, attempt, backend_of(where.type, backend), timedelta(seconds=timeout_s))
         return World(place, where, layout)
 
     @property
@@ -171,28 +175,28 @@ class World:
         """Rank 0's value, on every rank. What the others give is not looked at."""
         if self.world_size == 1:
             return value
-        message = _encode(value) if self.rank == 0 else b""
+        message = encode(value) if self.rank == 0 else b""
         length = int(self.sum([len(message)])[0])
-        data = _bytes(message) if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
+        data = as_bytes(message) if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
         if self.rank == 0:
             self.count_sent(data)
         dist.broadcast(data, src=0)
-        return _decode(data)
+        return decode(data)
 
     def gather_json(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order, on every rank."""
         if self.world_size == 1:
             return [value]
-        message = _encode(value)
+        message = encode(value)
         lengths = [0.0] * self.world_size
         lengths[self.rank] = len(message)
         sizes = [int(length) for length in self.sum(lengths)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(message)] = _bytes(message)
+        padded[: len(message)] = as_bytes(message)
         parts = [torch.empty_like(padded) for _ in sizes]
         self.count_sent(padded)
         dist.all_gather(parts, padded)
-        return [_decode(part[:size]) for part, size in zip(parts, sizes)]
+        return [decode(part[:size]) for part, size in zip(parts, sizes)]
 
     def leave(self) -> None:
         """Let go of the group. Not collective, never raises, and never takes longer than 5 s, whatever the peers do."""
@@ -215,13 +219,23 @@ class World:
         self.bytes_sent += tensor.numel() * tensor.element_size()
 
 
-def _join_group(place: Place, attempt: int, device: str, timeout: timedelta) -> None:
+def backend_of(device: str, backend: str) -> str:
+    """torch's words for what carries tensors: messages between ranks always go over gloo on the CPU. Raises UserError."""
+    if device == "cuda":
+        return f"cpu:gloo,cuda:{'nccl' if backend == 'auto' else backend}"
+    if backend == "nccl":
+        raise UserError("backend nccl works between GPUs, and this run computes on the CPU: give --backend gloo")
+    return "gloo"
+
+
+def _join_group(place: Place, attempt: int, backend: str, timeout: timedelta) -> None:
     if place.num_nodes == 1:
         # Nothing of a run on one machine is to be heard outside it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        choose_interface(os.environ)
     check_interfaces(os.environ)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     # A prefix of its own for each attempt: addresses of an earlier one must not be read.
     store = dist.PrefixStore(f"attempt-{attempt}", _connect(timeout))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
@@ -283,16 +297,16 @@ def _destroy() -> None:
         print(f"leaving the process group: {error}", file=sys.stderr)
 
 
-def _encode(value: Any) -> bytes:
+def encode(value: Any) -> bytes:
     message = json.dumps(value).encode("utf-8")
     if len(message) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(message)} bytes between ranks is over the limit of {MAX_MESSAGE_BYTES}")
     return message
 
 
-def _bytes(message: bytes) -> torch.Tensor:
+def as_bytes(message: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
-def _decode(data: torch.Tensor) -> Any:
+def decode(data: torch.Tensor) -> Any:
     return json.loads(data.numpy().tobytes())

@@ -72,6 +72,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def load(self) -> Path:
+        """Rows of how busy each node is: `node`, `host`, `time`, and figures of processor, memory, network and GPUs."""
+        return self.path / "load.jsonl"
+
+    @property
     def quarantine(self) -> Path:
         return self.path / "quarantine.jsonl"
 
@@ -85,6 +90,15 @@ class RunFolder:
 
     def log(self, rank: int, attempt: int) -> Path:
         return self.logs / f"rank-{rank:05d}-attempt-{attempt:03d}.log"
+
+    def node_log(self, what: str, node: int, attempt: int) -> Path:
+        """The log of a node's own process (`agent`, `prepare`); node 0's has no number in its name."""
+        number = f"node-{node}-" if node else ""
+        return self.logs / f"{number}{what}-attempt-{attempt:03d}.log"
+
+    def prepared_on(self, node: int) -> Path:
+        """What a node's preparation found: each node has caches of its own, also where this folder is shared."""
+        return self.prepared if node == 0 else self.path / f"prepared-node-{node}.json"
 
     def outcome(self, rank: int, attempt: int) -> Path:
         return self.outcomes / f"rank-{rank:05d}-attempt-{attempt:03d}.json"

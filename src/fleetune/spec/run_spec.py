@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from fleetune.spec.machines_section import MachinesSection
 from fleetune.spec.section import Columns, Numbers, Paths, Words
 from fleetune.spec.section import Section as _Section
 from fleetune.spec.section import declare as _field
+from fleetune.spec.trackers_section import TrackersSection
 from fleetune.spec.zero_section import ZeroSection
 
 
@@ -240,14 +242,6 @@ class OutputSection(_Section):
         0, "Stop after this many evaluations without a better held-out loss; 0 never does.", ge=0, resume=True
     )
     log_level: Literal["debug", "info", "warning", "error"] = _field("info", "How much the logs say.", resume=True)
-    log_every: int = _field(
-        1,
-        "Where there is no terminal, print a line every so many steps. metrics.jsonl has every step.",
-        aliases=("logging_steps",),
-        ge=1,
-        resume=True,
-    )
-    tensorboard: bool = _field(False, "Also write TensorBoard event files into the run folder.", resume=True)
     json_output: bool = _field(False, "Print the summary as JSON on stdout, for programs.", aliases=("json",), resume=True)
 
 
@@ -259,9 +253,11 @@ class RunSpec(_Section):
     adaptation: AdaptationSection = AdaptationSection()
     optimization: OptimizationSection = OptimizationSection()
     layout: LayoutSection = LayoutSection()
+    machines: MachinesSection = MachinesSection()
     zero: ZeroSection = ZeroSection()
     survival: SurvivalSection = SurvivalSection()
     output: OutputSection = OutputSection()
+    trackers: TrackersSection = TrackersSection()
 
     @model_validator(mode="after")
     def _fields_agree(self) -> RunSpec:

@@ -139,11 +139,11 @@ def build(spec: RunSpec, folder: RunFolder, attempt: int, stop: StopRequest, pul
     from fleetune.parallel.world import Place, World
     from fleetune.training.stand import go_on
 
-    prepared = Prepared.read(folder)
+    prepared = Prepared.read(folder, Place.from_environment().node)
     if spec.layout.threads:
         torch.set_num_threads(spec.layout.threads)
     layout = derive_layout(spec.layout.axes(), Place.from_environment().world_size)
-    world = World.join(attempt=attempt, device=prepared.device, layout=layout)
+    world = World.join(attempt=attempt, device=prepared.device, layout=layout, backend=spec.machines.backend)
     parts = None
     pulse = pulse or Pulse()
     pulse.at("load")
@@ -168,19 +168,17 @@ def assemble(
     stop: StopRequest,
 ) -> Parts:
     """Load the model and put the parts of this rank together. Nothing is trained, read from a checkpoint or written yet."""
-    from fleetune.checkpoint.store import CheckpointStore
     from fleetune.data.store import TokenStore
     from fleetune.monitor.memory import PeakMemory
     from fleetune.parallel.engines import build_engine
     from fleetune.training.loop import Cadence, Run
+    from fleetune.training.spread import open_checkpoints
 
     output = spec.output
     built = build_engine(choose_engine(spec, world.layout), engine_request(spec, prepared, world))
-    checkpoints = CheckpointStore(
+    checkpoints = open_checkpoints(
         folder.checkpoints,
-        rank=world.rank,
-        world_size=world.world_size,
-        barrier=world.barrier,
+        world,
         keep=output.keep_checkpoints,
         fingerprints={"model": prepared.model_fingerprint, "data": prepared.data_fingerprint},
     )

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def finish(parts: Parts) -> None:
     """Write the result and the summary. All ranks."""
     run = parts.run
-    if run.checkpoints.latest() is None or run.progress.step not in run.checkpoints.all_steps():
+    if run.progress.step not in run.checkpoints.all_steps():
         save(run)
     chosen = choose_best(parts)
     folder = write_result(parts)

@@ -6,9 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fleetune.checkpoint.store import CheckpointStore
 from fleetune.launch.pulse import Pulse
 from fleetune.monitor.monitor import Monitor
 from fleetune.parallel.engine import Engine
@@ -16,6 +15,10 @@ from fleetune.parallel.world import World
 from fleetune.spec.errors import Preempted, UserError
 from fleetune.spec.records import StepBatch, StepReport
 from fleetune.training.assess import Stopped, perplexity
+
+if TYPE_CHECKING:
+    from fleetune.checkpoint.store import CheckpointStore
+    from fleetune.training.spread import SpreadCheckpoints
 
 #: So many steps in a row without an update (an fp16 loss scale that finds no footing) end the run.
 MAX_SKIPPED_STEPS = 20
@@ -63,7 +66,7 @@ class Run:
     world: World
     engine: Engine
     monitor: Monitor | None
-    checkpoints: CheckpointStore
+    checkpoints: CheckpointStore | SpreadCheckpoints
     schedule: Callable[[int], float]
     cadence: Cadence
     evaluate: Evaluation

@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fleetune.training.prepare")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--node", type=int, default=0)
     arguments = parser.parse_args(argv)
     try:
         from fleetune.monitor.logs import configure_logging
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         spec = read_run(folder).spec
         # Our lines go straight to a person's terminal: no token may be in them, in a library's traceback neither.
         configure_logging(level=spec.output.log_level)
-        prepare(spec, folder, device=arguments.device)
+        prepare(spec, folder, device=arguments.device, node=arguments.node)
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -60,11 +61,14 @@ def model_request(spec: RunSpec) -> ModelRequest:
     )
 
 
-def prepare(spec: RunSpec, folder: RunFolder, *, device: str) -> Prepared:
-    """Prepare model and data of a run and write `prepared.json`. Raises UserError for what a person can mend."""
+def prepare(spec: RunSpec, folder: RunFolder, *, device: str, node: int = 0) -> Prepared:
+    """Prepare model and data of a run and write what was found. Raises UserError for what a person can mend.
+
+    node: which machine this is; only node 0 writes down the rows that cannot be used, which are the same on all.
+    """
     request = model_request(spec)
     source = prepare_source(request, device=device)
-    data = prepare_rows(spec, source, request, folder)
+    data = prepare_rows(spec, source, request, folder.quarantine if node == 0 else None)
     prepared = Prepared(
         model_folder=str(source.folder),
         model_name=source.name,
@@ -80,15 +84,15 @@ def prepare(spec: RunSpec, folder: RunFolder, *, device: str) -> Prepared:
         has_conversations=any(file.shape != "text" for file in data.report.files),
         quantized_folder=str(source.quantized) if source.quantized else None,
     )
-    prepared.write(folder)
+    prepared.write(folder, node)
     return prepared
 
 
-def prepare_rows(spec: RunSpec, source: ModelSource, request: ModelRequest, folder: RunFolder) -> PreparedData:
+def prepare_rows(spec: RunSpec, source: ModelSource, request: ModelRequest, quarantine: Path | None) -> PreparedData:
     """Tokenise and pack the rows, or find that it was done before. Raises UserError."""
     from fleetune.data.prepare import prepare_data
 
-    asked = data_request(spec, source, request, folder.quarantine)
+    asked = data_request(spec, source, request, quarantine)
     return prepare_data(asked, lambda: tokenizer_of(source, request))
 
 

@@ -32,12 +32,13 @@ class Prepared:
     has_conversations: bool
     quantized_folder: str | None = None
 
-    def write(self, folder: RunFolder) -> None:
-        write_json(folder.prepared, asdict(self))
+    def write(self, folder: RunFolder, node: int = 0) -> None:
+        write_json(folder.prepared_on(node), asdict(self))
 
     @staticmethod
-    def read(folder: RunFolder) -> Prepared:
-        values = read_json(folder.prepared)
+    def read(folder: RunFolder, node: int = 0) -> Prepared:
+        """node: the number of this machine: each has caches of its own, and so paths of its own."""
+        values = read_json(folder.prepared_on(node))
         values.pop("version")
         return Prepared(**values)
 

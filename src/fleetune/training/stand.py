@@ -121,7 +121,15 @@ def open_records(parts: Parts) -> None:
 
     if parts.run.world.rank:
         return
-    sinks = make_sinks(parts.folder, tensorboard=parts.spec.output.tensorboard, first_step=parts.run.progress.step + 1)
+    asked = parts.spec.trackers
+    trackers = {"tensorboard": asked.tensorboard, "wandb": asked.wandb, "mlflow": asked.mlflow}
+    sinks = make_sinks(
+        parts.folder,
+        [name for name, is_asked in trackers.items() if is_asked],
+        first_step=parts.run.progress.step + 1,
+        config=parts.spec.flat(),
+        offline=parts.spec.weights.offline,
+    )
     parts.run.monitor = Monitor(parts.folder, attempt=parts.attempt, sinks=sinks)
 
 
