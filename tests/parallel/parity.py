@@ -63,7 +63,9 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 
 def wanted(folder: str, method: str, **more: Any) -> WantedModel:
-    """method: full, lora, dora or rslora."""
+    """method: full, lora, dora or rslora; or the folder of an adapter to go on with."""
+    if "/" in method:
+        return WantedModel(Path(folder), more.pop("precision", "fp32"), adapter_folder=Path(method), seed=3, **more)
     dropout = more.pop("dropout", 0.0)
     targets = tuple(more.pop("targets", ()))
     adapter = None if method == "full" else WantedAdapter(method, 4, 8.0, dropout, targets)  # type: ignore[arg-type]
@@ -213,10 +215,13 @@ def _held_bytes() -> int:
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(("RssAnon:", "RssShmem:")))
 
 
-def memory(world: World, layout: dict[str, int], folder: str, method: str) -> dict[str, int]:
-    """Bytes that this rank takes while it loads, and while it trains two steps."""
+def memory(world: World, layout: dict[str, int], folder: str, method: str, tiny: str) -> dict[str, int]:
+    """Bytes that this rank takes while it loads, and while it trains two steps; after a tiny model has had everything imported
+    and all groups made, since those are no part of a model."""
     spread = inside(world, layout)
-    assert spread.mesh is not None  # groups and their buffers are no part of the model
+    first = engine_of(spread, tiny, method).engine
+    train(first, spread, range(1))
+    first.close()
     spread.barrier()
     peak = Peak()
     built = engine_of(spread, folder, method)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from parallel import parity
 from parallel.ranks import Ranks
@@ -44,6 +45,21 @@ def test_tensor_parallel_with_dora_and_dropout_trains_as_one_process(ranks: Rank
     many = ranks.run(parity.run, 2, {"tensor": 2}, str(tiny_llama), "dora", 4, more)
     check(one, many)
     assert many[0]["held"][0] < one["held"][0]
+
+
+def test_a_saved_adapter_goes_on_in_pieces(ranks: Ranks, tiny_llama: Path, tmp_path: Path) -> None:
+    from fleetune.models.adapters import add_adapter
+    from fleetune.models.build import load_model
+
+    model = load_model(tiny_llama, dtype="fp32", device="cpu", trainable=False)
+    add_adapter(model, adapter="dora", rank=3, alpha=6.0, dropout=0.0, targets=("q_proj", "down_proj"), seed=1)
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(model.trained()):
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    adapter = str(tmp_path / "adapter")
+    model.save(model.trained(), Path(adapter), base_model=str(tiny_llama))
+    one = ranks.run(parity.run, 1, ALONE, str(tiny_llama), adapter, 3, {})[0]
+    check(one, ranks.run(parity.run, 2, {"shard": 2}, str(tiny_llama), adapter, 3, {}))
 
 
 def test_a_mixture_with_adapters_on_its_experts_trains_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
