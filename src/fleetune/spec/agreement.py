@@ -42,8 +42,6 @@ def _of_another_kind(resolved: Resolved) -> Iterator[str]:
     spec = resolved.spec
     if spec.adaptation.method == "full":
         yield from _typed(resolved, _OF_ADAPTERS, "says what an adapter is, and method full trains none: leave it out")
-    if (spec.layout.shard or 1) == 1 and spec.layout.engine != "deepspeed":
-        yield from _typed(resolved, ("accumulate",), "is about gradients in pieces, and --shard is 1: leave it out")
     if not spec.output.exact_match:
         yield from _typed(resolved, ("max_new_tokens",), "bounds answers, and none are asked for: give --exact-match too")
     if spec.optimization.warmup_steps is not None:
