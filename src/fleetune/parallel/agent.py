@@ -150,7 +150,11 @@ class LivingAgent(LocalElasticAgent):
             self._told_at = now
             with suppress(BlockingIOError):
                 os.write(self.pipe.fileno(), json.dumps({"pulse": AGENT, "phase": "watch"}).encode() + b"\n")
-        return super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            # At once: ending the others comes next, and takes longer than a supervisor may wait for the cause.
+            report(self.pipe, {"ended": {rank: failure.exitcode for rank, failure in result.failures.items()}})
+        return result
 
 
 def exit_codes(agent: LocalElasticAgent, result: RunResult) -> dict[int, int]:
