@@ -25,6 +25,16 @@ def test_a_commands_own_code_is_kept(code):
     assert guarded(lambda: code) == code
 
 
+@pytest.mark.claim(
+    "H35",
+    command="fleetune train",
+    seen="memory that is used up is one line",
+)
+@pytest.mark.claim(
+    "X39",
+    command="fleetune train",
+    seen="one line",
+)
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [

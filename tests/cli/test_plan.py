@@ -52,6 +52,11 @@ def test_it_plans_a_preset_without_torch(rows):
     assert "134,515,008 parameters" in done.stdout and "lora, 2,442,240 parameters (1.78 %)" in done.stdout
 
 
+@pytest.mark.claim(
+    "X42",
+    command="fleetune plan",
+    seen="what a run would be, before it is",
+)
 def test_it_writes_nothing_and_needs_no_data(tiny_llama, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--model", str(tiny_llama), "--method", "full", "--run", "here"]) == 0
@@ -75,6 +80,11 @@ def test_what_cannot_be_is_an_error(tiny_llama, capsys):
     assert "4 processes share 2 micro-batches" in capsys.readouterr().err
 
 
+@pytest.mark.claim(
+    "H9",
+    command="fleetune train",
+    seen="a machine without torch is told so before anything is written",
+)
 def test_training_without_torch_is_refused_before_anything_is_written(tiny_llama, rows, tmp_path):
     command = [sys.executable, "-c", BLOCKED, "train", "--model", str(tiny_llama), "--data", str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)

@@ -44,6 +44,11 @@ def test_a_name_that_is_none_is_one_error_with_the_nearest(words, says, command)
     assert done.returncode == 2 and says in done.stderr
 
 
+@pytest.mark.claim(
+    "X14",
+    command="fleetune plan --preset gpt_oss_120b_lora --gpus 2",
+    seen="accumulation 4 on 2 processes; the global batch is told",
+)
 def test_a_presets_values_for_another_model_and_a_flag_above_them(command, tiny_llama):
     done = command("plan", "--model", tiny_llama, "--preset", "gpt_oss_120b_lora", "--gpus", "2", "--batch_size", "1", "--json")
     assert done.returncode == 0, done.stderr

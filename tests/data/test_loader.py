@@ -129,6 +129,16 @@ def test_closing_early_ends_the_threads(make_store: MakeStore) -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.claim(
+    "X30",
+    command="fleetune train --num-workers 4",
+    seen="data_wait_s in every step's record",
+)
+@pytest.mark.claim(
+    "X41",
+    command="fleetune train",
+    seen="waiting for data is measured apart from the step",
+)
 def test_waiting_for_data_is_measured(make_store: MakeStore) -> None:
     store = make_store([6] * 20, packing=False)
     plan = plan_run(20, seed=0, global_batch_size=4, epochs=1)

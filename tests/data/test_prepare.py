@@ -31,6 +31,16 @@ def test_every_usable_row_is_prepared_once_and_every_other_is_set_aside(tmp_path
     assert sum(prepared.report.causes.values()) == 3
 
 
+@pytest.mark.claim(
+    "H39",
+    command="fleetune train",
+    seen="rows are tokenised once into a memory-mapped store; the state of the data is one integer",
+)
+@pytest.mark.claim(
+    "X31",
+    command="fleetune train",
+    seen="shapes found by looking, packed, cached by content",
+)
 def test_a_second_preparation_only_looks_it_up(tmp_path: Path, prepare: Prepare, tiny_tokenizer: Any) -> None:
     file = write(tmp_path / "a.jsonl", [*rows(8), "broken"])
     first = prepare(file, validation_share=0.25, quarantine=tmp_path / "first.jsonl")

@@ -45,6 +45,11 @@ FOUND = {
 }
 
 
+@pytest.mark.claim(
+    "H41",
+    command="fleetune train --data rows.csv --columns prompt=instruction,response=output",
+    seen="its CSV and Parquet columns are read with a mapping",
+)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_shape_is_found_by_looking(name: str) -> None:
     assert said(FOUND[name]) == [("user", "q"), ("assistant", "a")]

@@ -59,6 +59,11 @@ def test_a_folder_without_rows_says_what_is_in_it(tmp_path: Path) -> None:
         names(tmp_path, ".")
 
 
+@pytest.mark.claim(
+    "H12",
+    command="fleetune train --data data",
+    seen="a cluster file in a data folder is skipped, and refused as rows",
+)
 def test_a_cluster_file_in_a_data_folder_is_not_rows(tmp_path: Path) -> None:
     cluster = {"distributed_backend": "ray", "node_list": ["10.0.0.1"], "data": [{"text": "x"}]}
     (tmp_path / "config.json").write_text(json.dumps(cluster))

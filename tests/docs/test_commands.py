@@ -95,6 +95,11 @@ def reader(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
+@pytest.mark.claim(
+    "H43",
+    command="docs/",
+    seen="every command of the guides is run as a reader types it",
+)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_every_command_block_of_a_page_runs(page: Path, tmp_path: Path, reader: dict[str, str], tiny_llama: Path) -> None:

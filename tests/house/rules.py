@@ -23,6 +23,7 @@ FLOORS = {
     "parallel": 3,
     "training": 4,
     "cli": 5,
+    "bridges": 5,
 }
 #: Names for leftovers.
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "tools", "misc", "base", "core", "lib", "shared", "stuff"}

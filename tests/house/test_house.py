@@ -102,11 +102,12 @@ def test_the_code_is_clean_for(arguments):
 
 
 def test_every_module_of_the_package_is_used_or_started():
-    """A file that nothing imports, that no command names and nobody starts is dead."""
+    """A file that nothing imports (the scripts at the root too), that no command names and nobody starts is dead."""
     from fleetune.cli.main import COMMANDS
 
     used = {f"fleetune.cli.{command}" for command in COMMANDS}
-    for source in SOURCES:
+    scripts = [rules.Source(path.name, path.read_text()) for path in rules.ROOT.glob("*.py")]
+    for source in [*SOURCES, *scripts]:
         for _, name in rules.imported(source):
             used |= {name, name.rpartition(".")[0]}
     text = "\n".join(source.text for source in SOURCES)

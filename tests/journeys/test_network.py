@@ -64,6 +64,11 @@ def test_a_run_on_prepared_weights_calls_nobody(tmp_path: Path, tiny_llama: Path
     assert own <= LOOPBACK, own
 
 
+@pytest.mark.claim(
+    "H42",
+    command="fleetune train",
+    seen="a run without any network but loopback",
+)
 def test_a_run_needs_no_network_but_loopback(tmp_path: Path, tiny_llama: Path):
     """In a network namespace that has nothing but loopback, the native libraries too can reach nobody."""
     alone = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]

@@ -23,6 +23,11 @@ def golden(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     return folder
 
 
+@pytest.mark.claim(
+    "X45",
+    command="fleetune train --resume",
+    seen="killed twice and resumed: losses bitwise those of the uninterrupted run",
+)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_twice_and_resumed_is_bitwise_the_uninterrupted_run(golden: Path, tiny_llama: Path, processes: int):
     name = f"killed-{processes}"
@@ -43,6 +48,11 @@ def test_killed_twice_and_resumed_is_bitwise_the_uninterrupted_run(golden: Path,
     assert "lost 0, repeated 0, losses bitwise" in verified.stdout
 
 
+@pytest.mark.claim(
+    "H2",
+    command="fleetune train --resume --gpus 2",
+    seen="a resumed run with other processes sees the same samples in the same steps",
+)
 def test_another_number_of_processes_sees_the_same_samples_in_the_same_steps(golden: Path, tiny_llama: Path):
     words = ["train", "--model", tiny_llama, "--data", "rows.jsonl", "--run", "moved", *SLOW]
     process = start(*words, "--gpus", "2", cwd=golden)

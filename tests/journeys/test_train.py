@@ -34,6 +34,11 @@ def test_the_held_out_loss_falls_and_the_summary_says_so(trained: Path):
     assert summary["trained_tokens"] == sum(row["trained_tokens"] for row in rows_of(trained / "run" / "ledger.jsonl"))
 
 
+@pytest.mark.claim(
+    "X44",
+    command="fleetune train",
+    seen="time, tokens/s, waiting, bytes sent and peak memory of every step",
+)
 def test_every_step_has_a_record_with_all_figures(trained: Path):
     steps = [row for row in rows_of(trained / "run" / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
@@ -79,6 +84,16 @@ def test_plain_peft_loads_the_adapter_with_the_loss_that_was_reported(trained: P
     assert total / count == pytest.approx(after["loss"], abs=1e-5)
 
 
+@pytest.mark.claim(
+    "H38",
+    command="fleetune train --gpus 2",
+    seen="the same losses and samples as one process",
+)
+@pytest.mark.claim(
+    "X50",
+    command="fleetune train --gpus 1; fleetune train --gpus 2",
+    seen="the same command and losses on one and two processes; nothing leaves the machine",
+)
 def test_two_processes_train_as_one(trained: Path, tiny_llama: Path):
     done = fleetune(
         "train", "--model", tiny_llama, "--data", "rows.jsonl", "--run", "two", "--gpus", "2", "--micro-batch-size", "1",

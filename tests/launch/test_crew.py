@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from fleetune.launch.devices import usable_cores
 from fleetune.launch.request import Commands, Patience
@@ -51,6 +52,11 @@ def test_two_ranks_train_together_and_end_with_0(tmp_path: Path) -> None:
     assert nothing_is_left(run)
 
 
+@pytest.mark.claim(
+    "H5",
+    command="fleetune train --gpus 2",
+    seen="a killed process is found, named, and all start again from the last checkpoint",
+)
 def test_a_killed_rank_ends_its_peers_and_all_start_again(tmp_path: Path) -> None:
     run = make(tmp_path, {"sync": True, "first": 4, "steps": 2}, **{
         "0_0": {"sync": True, "steps": 400, "step_s": 0.02},

@@ -68,6 +68,11 @@ def test_one_process_a_gpu_and_never_more(two_gpus: None, monkeypatch: pytest.Mo
         choose_processes("cuda", 3)
 
 
+@pytest.mark.claim(
+    "H7",
+    command="fleetune train --device cuda",
+    seen="without a GPU a CPU process trains, and cuda is refused with the reason",
+)
 def test_without_a_gpu_cuda_is_an_error_and_auto_is_one_cpu_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert choose_processes("auto", None) == ("cpu", 1)
@@ -84,6 +89,11 @@ def test_cores_are_those_of_the_affinity() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
 
 
+@pytest.mark.claim(
+    "H6",
+    command="fleetune train",
+    seen="cores are those that this machine gives",
+)
 def test_cores_are_limited_by_a_containers_quota(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert devices._quota(tmp_path) == 1.5

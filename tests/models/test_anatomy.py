@@ -37,6 +37,11 @@ def anatomy_of(folder) -> tuple[nn.Module, Anatomy]:
     return module, Anatomy.of(module)
 
 
+@pytest.mark.claim(
+    "X8",
+    command="fleetune train",
+    seen="one engine for every family: 13 of them, by their anatomy",
+)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_parts_of_a_family_are_found(name, model_folder):
     _, anatomy = anatomy_of(model_folder(name))

@@ -66,6 +66,11 @@ def test_a_processor_is_told_by_name_and_instructions() -> None:
     assert processor() == processor() and len(processor()) > 12
 
 
+@pytest.mark.claim(
+    "X23",
+    command="fleetune train",
+    seen="bf16 where it is fast, else fp16 with a loss scale, fp32 on a CPU without either",
+)
 @pytest.mark.cuda
 def test_a_gpu_computes_in_bf16_where_its_tensor_cores_do(cache: Path) -> None:
     import torch

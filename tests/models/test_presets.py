@@ -11,12 +11,22 @@ from fleetune.spec.errors import UserError
 from fleetune.spec.run_spec import fields, from_flat
 
 
+@pytest.mark.claim(
+    "H3",
+    command="fleetune presets",
+    seen="presets from 82M to 235B; h2oGPT's 6.9B, 12B, 20B, 70B",
+)
+@pytest.mark.claim(
+    "X47",
+    command="fleetune presets",
+    seen="presets of every class",
+)
 def test_every_preset_names_a_model_and_gives_values_that_the_spec_takes() -> None:
     presets = all_presets()
     assert {"smollm2-135m", "smollm2-360m", "qwen3-0.6b", "llama-3.2-1b", "tinyllama"} <= {preset.name for preset in presets}
     for preset in presets:
         assert preset.about and preset.origin, preset.name
-        assert is_hub_id(preset.hub) if preset.hub else preset.name.startswith("generic"), preset.name
+        assert is_hub_id(preset.hub) if preset.hub else preset.name.startswith(("generic", "h2ogpt_finetune")), preset.name
         assert set(preset.values) <= {*fields(), "quantize"}, preset.name
         from_flat({name: value for name, value in preset.values.items() if name in fields()})
         assert set(preset.generation) <= {"max_new_tokens", "temperature", "top_p", "top_k", "penalty_alpha"}, preset.name
@@ -61,6 +71,21 @@ FAMILIES = {
 }
 
 
+@pytest.mark.claim(
+    "X7",
+    command="fleetune presets gpt_oss_120b",
+    seen="16 presets compared value by value; each is a field that a run reads",
+)
+@pytest.mark.claim(
+    "X11",
+    command="fleetune presets gpt_oss_120b",
+    seen="1e-5, batch 1, accumulation 8, length 2048",
+)
+@pytest.mark.claim(
+    "X13",
+    command="fleetune presets llama2_lora",
+    seen="5e-5, batch 1, cpu_adam",
+)
 @pytest.mark.parametrize("name", XTURING)
 def test_a_preset_of_xturing_has_exactly_its_values(name: str) -> None:
     assert values_of(name) == XTURING[name]
@@ -72,6 +97,21 @@ def test_every_model_key_of_xturing_is_there_and_no_other() -> None:
     assert {preset.name for preset in all_presets() if preset.origin.startswith("xTuring")} == wanted
 
 
+@pytest.mark.claim(
+    "X12",
+    command="fleetune presets ministral_3_14b_lora",
+    seen="2e-4, batch 2, accumulation 4, length 2048",
+)
+@pytest.mark.claim(
+    "X17",
+    command="fleetune presets llama2_lora_int8",
+    seen="the preset asks for an adapter on 8 bits",
+)
+@pytest.mark.claim(
+    "X24",
+    command="fleetune presets llama2_lora_kbit",
+    seen="presets ask for int8 and nf4",
+)
 def test_a_suffix_says_how_a_model_is_trained() -> None:
     asked = {
         "": {"method": "full"},

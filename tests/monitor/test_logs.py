@@ -62,6 +62,11 @@ def test_no_secret_reaches_a_log_or_the_screen_by_any_way(tmp_path: Path) -> Non
     assert "'step': 3" in written and done.returncode == 1
 
 
+@pytest.mark.claim(
+    "X37",
+    command="fleetune train --log-level debug",
+    seen="a log for each rank and attempt",
+)
 def test_the_level_holds_for_our_records_and_libraries_speak_from_warnings_on(tmp_path: Path) -> None:
     log, _ = run(tmp_path / "a", "debug")
     assert "a detail" in log.read_text() and "chatter" not in log.read_text()

@@ -63,6 +63,11 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
+@pytest.mark.claim(
+    "H36",
+    command="fleetune train",
+    seen="tokens/s and memory of every step are recorded",
+)
 def test_a_step_has_all_keys_that_others_read(folder: RunFolder) -> None:
     before = time.time()
     with Monitor(folder, attempt=3) as monitor:

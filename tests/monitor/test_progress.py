@@ -203,6 +203,11 @@ def on_a_terminal(folder: RunFolder, level: str = "info", *, colour: bool = True
     return b"".join(chunks).decode()
 
 
+@pytest.mark.claim(
+    "X36",
+    command="fleetune train",
+    seen="a live display in a terminal, a plain line a step elsewhere",
+)
 def test_on_a_terminal_the_display_is_live_and_readable_without_colour(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

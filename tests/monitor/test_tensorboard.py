@@ -36,6 +36,11 @@ def folder(tmp_path: Path) -> RunFolder:
     return run
 
 
+@pytest.mark.claim(
+    "X34",
+    command="fleetune train --tensorboard",
+    seen="TensorBoard's own reader finds each step once, over a resume too",
+)
 def test_a_resumed_run_goes_on_in_the_same_charts_without_steps_twice(folder: RunFolder) -> None:
     train(folder, 0, range(1, 8), loss=10.0)
     train(folder, 1, range(5, 11), loss=20.0)  # the last checkpoint was of step 4

@@ -35,6 +35,11 @@ def reference(num_steps: int, clip: float) -> tuple[list[tuple[float, float]], d
     return rows, dict(model.module.state_dict())
 
 
+@pytest.mark.claim(
+    "X6",
+    command="fleetune train",
+    seen="our own trainer agrees with plain torch",
+)
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 def test_one_process_trains_as_plain_torch_does(clip: float) -> None:
     expected, weights = reference(6, clip)
@@ -53,6 +58,21 @@ def test_counts_are_those_of_the_whole_global_batch() -> None:
     assert (report.trained_tokens, report.tokens) == (1 + 60 + 3 + 33, 4 + 80 + 9 + 40 + 70)
 
 
+@pytest.mark.claim(
+    "H37",
+    command="fleetune train --gpus 4",
+    seen="losses of 2 and 4 processes are those of one",
+)
+@pytest.mark.claim(
+    "X2",
+    command="fleetune train --gpus 2",
+    seen="each rank reads its share; losses are those of one process",
+)
+@pytest.mark.claim(
+    "X43",
+    command="fleetune train --gpus 1; --gpus 2; --gpus 4",
+    seen="the same losses on 1, 2 and 4 processes",
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_several_processes_have_the_losses_of_one(ranks: Ranks, world_size: int) -> None:
     one = ranks.run(cases.losses, 1, 10)[0]
@@ -79,6 +99,11 @@ def test_a_mean_of_means_would_be_seen() -> None:
     assert abs(sum(by_rank) / 2 - right) > 1e-3
 
 
+@pytest.mark.claim(
+    "H34",
+    command="fleetune train --gpus 3 --global-batch-size 4",
+    seen="unequal shares of a step have the losses of one process",
+)
 def test_a_rank_with_an_empty_share_changes_nothing(ranks: Ranks) -> None:
     one = ranks.run(cases.all_on_rank_0, 1, 4)[0]
     two = ranks.run(cases.all_on_rank_0, 2, 4)
@@ -115,6 +140,26 @@ def merged(batches: list[MicroBatch]) -> MicroBatch:
     )
 
 
+@pytest.mark.claim(
+    "H8",
+    command="fleetune train --gpus 2",
+    seen="one all-reduce of the adapter's gradient a step, its bytes in metrics.jsonl",
+)
+@pytest.mark.claim(
+    "X27",
+    command="fleetune train --gpus 2",
+    seen="bytes on the wire are in every step's record",
+)
+@pytest.mark.claim(
+    "X29",
+    command="fleetune train --gradient-accumulation-steps 8",
+    seen="the bytes of a step are those of one all-reduce, whatever the accumulation",
+)
+@pytest.mark.claim(
+    "X40",
+    command="fleetune train --gradient-accumulation-steps 8",
+    seen="accumulation is free of traffic",
+)
 def test_accumulation_costs_no_traffic(ranks: Ranks) -> None:
     one, eight = ranks.run(cases.traffic, 2, 1), ranks.run(cases.traffic, 2, 8)
     assert one == eight
@@ -126,6 +171,11 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert toy.build(alone()).step(toy.global_batch(0), 0.01).bytes_sent == 0
 
 
+@pytest.mark.claim(
+    "X46",
+    command="fleetune train --validation held_out.jsonl --evaluate-every 5 --gpus 2",
+    seen="a loss weighted by tokens over all ranks",
+)
 def test_evaluation_sums_unequal_shares_and_changes_nothing(ranks: Ranks) -> None:
     for answer in ranks.run(cases.evaluation, 3):
         assert answer["together"][0] == pytest.approx(answer["single"][0], rel=1e-6)

@@ -56,12 +56,22 @@ def test_a_barrier_waits_for_the_last_rank(ranks: Ranks, tmp_path: Path) -> None
     assert ranks.run(cases.barrier_waits, 2, str(tmp_path)) == [True, True]
 
 
+@pytest.mark.claim(
+    "X28",
+    command="fleetune train --gpus 2",
+    seen="which interface is used is chosen, not guessed",
+)
 def test_ranks_on_one_machine_listen_on_loopback_only(ranks: Ranks) -> None:
     for addresses in ranks.run(cases.listening_addresses, 2):
         assert addresses, "gloo has no listening socket: the test looks at the wrong place"
         assert set(addresses) <= {"127.0.0.1", "::1"}
 
 
+@pytest.mark.claim(
+    "H33",
+    command="fleetune train",
+    seen="a rank whose peer is gone says so and ends",
+)
 def test_a_rank_hears_of_a_killed_peer_and_can_leave(ranks: Ranks) -> None:
     answer = ranks.run(cases.peer_dies, 2, dying=1)[0]
     assert answer["heard"], "a collective with a dead peer returned as if nothing had happened"
@@ -85,6 +95,19 @@ def test_a_world_of_one_starts_no_process_group(monkeypatch: pytest.MonkeyPatch)
     world.leave()
 
 
+@pytest.mark.claim(
+    "H11",
+    command=(
+        "python -m torch.distributed.run --nnodes=2 --nproc_per_node=4 --rdzv_id=12345 --rdzv_backend=c10d "
+        "--rdzv_endpoint=node1:29500 train_distributed.py"
+    ),
+    seen="gloo between CPU processes",
+)
+@pytest.mark.claim(
+    "H32",
+    command="torchrun --node_rank",
+    seen="under torchrun its own node ranks count",
+)
 def test_ranks_of_a_persons_own_torchrun_find_each_other(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -99,12 +122,22 @@ def test_ranks_of_a_persons_own_torchrun_find_each_other(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("rank-*"))) == 2
 
 
+@pytest.mark.claim(
+    "H14",
+    command="fleetune train",
+    seen="no port is opened on every interface",
+)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_the_store_refuses_to_listen_on_every_interface(host: str) -> None:
     with pytest.raises(ValueError, match="every interface"):
         bind(host)
 
 
+@pytest.mark.claim(
+    "H13",
+    command="fleetune train",
+    seen="the store listens on the address it was told, and on no other",
+)
 def test_the_store_listens_where_it_was_told(ranks: Ranks) -> None:
     connections = psutil.Process(ranks.store_pid).net_connections("inet")
     assert [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN] == ["127.0.0.1"]

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from fleetune.cli.layouts_page import with_rules
 from fleetune.cli.main import main
-from fleetune.planning.combinations import NO_TENSOR_PLAN, RULES, refusals
+from fleetune.planning.combinations import RULES, refusals
 from fleetune.planning.engines import choose_engine
 from fleetune.planning.rule import Asked
 from fleetune.spec.errors import UserError
@@ -16,21 +14,20 @@ from fleetune.spec.model_shape import read_shape
 from fleetune.spec.run_spec import RunSpec
 
 
-def test_a_rule_that_only_the_model_tells_says_the_same():
-    assert NO_TENSOR_PLAN.told("tensor 2 and X").startswith(
-        "tensor 2 and X: only the plan says which layers belong together. Give"
-    )
-
-
+@pytest.mark.claim(
+    "X1",
+    command="fleetune train --pipeline 2",
+    seen="layouts that cannot be are refused",
+)
+@pytest.mark.claim(
+    "X26",
+    command="fleetune train --zero-stage 3",
+    seen="rules of layouts",
+)
 def test_every_rule_says_why_and_what_works_instead():
     for rule in RULES:
         assert rule.what and rule.why and rule.instead.startswith(("give", "leave", "use")), rule
     assert len({rule.what for rule in RULES}) == len(RULES)
-
-
-def test_the_document_has_the_rules_as_they_are():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
-    assert page == with_rules(page), "docs/layouts.md is stale: run make docs"
 
 
 def test_a_plain_run_collides_with_no_rule(tiny_llama):
@@ -44,15 +41,40 @@ def test_heads_that_do_not_divide_are_refused_with_their_numbers(tiny_llama):
     assert problem.startswith("tensor 4 does not divide the model's 4 attention heads and 2 heads of keys and values: each")
 
 
+@pytest.mark.claim(
+    "X5",
+    command="fleetune train",
+    seen="engines behind one contract",
+)
 def test_data_parallel_is_the_replicated_engines():
     assert choose_engine(RunSpec(), Layout(replicate=4)) == "replicated"
 
 
+@pytest.mark.claim(
+    "H28",
+    command="fleetune train --engine deepspeed",
+    seen="what no engine takes is refused with what works instead",
+)
+@pytest.mark.claim(
+    "X4",
+    command="fleetune train --engine deepspeed",
+    seen="refused where it is not possible",
+)
 def test_a_layout_that_no_engine_takes_is_refused():
     with pytest.raises(UserError, match="no engine runs replicate 2 × pipeline 2"):
         choose_engine(RunSpec(), Layout(replicate=2, pipeline=2))
 
 
+@pytest.mark.claim(
+    "H26",
+    command="fleetune train --replicate 2 --shard 2",
+    seen="a layout of axes is planned, and refused where the numbers do not multiply",
+)
+@pytest.mark.claim(
+    "X3",
+    command="fleetune train --replicate 2 --shard 2",
+    seen="a grid of axes is planned",
+)
 def test_the_plan_names_the_layout_and_refuses_numbers_that_do_not_multiply(tiny_llama, capsys):
     words = ["plan", "--model", str(tiny_llama), "--device", "cpu", "--gpus", "4"]
     assert main([*words, "--json"]) == 0

@@ -29,6 +29,11 @@ def problems(shape, data_ranks=1, **values):
     return error.value.problems
 
 
+@pytest.mark.claim(
+    "H27",
+    command="fleetune train --global-batch-size 32 --micro-batch-size 4",
+    seen="the global batch is the same for every micro-batch and every number of processes",
+)
 def test_two_of_the_three_batch_numbers_give_the_third(shape):
     def resolved(data_ranks, **values):
         plan = make_plan(spec(**values), shape, layout=Layout(data_ranks))
@@ -92,6 +97,21 @@ def test_steps_are_known_from_max_steps_or_from_the_rows(shape):
     assert make_plan(spec(), shape, layout=Layout(1)).num_steps is None
 
 
+@pytest.mark.claim(
+    "H4",
+    command="fleetune plan",
+    seen="bytes of parameters, gradients and optimizer of a rank are forecast",
+)
+@pytest.mark.claim(
+    "X10",
+    command="fleetune plan --model gpt_oss_120b",
+    seen="bytes of a rank are known before anything loads",
+)
+@pytest.mark.claim(
+    "X32",
+    command="fleetune plan",
+    seen="bytes by method and precision",
+)
 def test_bytes_of_a_rank_by_method_and_precision(shape):
     full = make_plan(spec(method="full"), shape, layout=Layout(2)).memory
     count = shape.num_parameters
@@ -111,6 +131,11 @@ def test_an_adapter_that_goes_on_counts_as_it_is(shape):
     assert make_plan(spec(lora_rank=64), shape, layout=Layout(1), adapter=adapter).trainable_parameters == 36
 
 
+@pytest.mark.claim(
+    "H40",
+    command="fleetune plan",
+    seen="the plan is told before the start",
+)
 def test_the_plan_is_json_and_is_explained_with_its_numbers(shape):
     plan = make_plan(spec(max_steps=7, global_batch_size=5, micro_batch_size=1), shape, layout=Layout(2))
     said = json.loads(json.dumps(plan.to_json()))

@@ -29,6 +29,11 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.claim(
+    "H21",
+    command="fleetune train RUN.yaml --seed 1",
+    seen="flag over environment over file over preset over default, each with its origin",
+)
 def test_a_flag_wins_over_environment_file_preset_and_default(tmp_path):
     file = file_given(write(tmp_path / "r.yaml", "seed: 3\nlora_rank: 3\nepochs: 3\nwarmup: 0.3\n"))
     resolved = resolve(
@@ -247,6 +252,11 @@ def test_a_run_of_another_version_and_a_damaged_run_are_refused(tmp_path):
 PRESET = {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "warmup_steps": 50}
 
 
+@pytest.mark.claim(
+    "X33",
+    command="fleetune train --deepspeed ds.json",
+    seen="which of a preset and a person counts",
+)
 def test_a_preset_leaves_to_a_person_what_they_say_in_other_words():
     def division(**given):
         got = resolve(flags=flags(**given), preset=preset_given("p", PRESET)).spec.optimization

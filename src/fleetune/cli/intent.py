@@ -13,6 +13,7 @@ from fleetune.cli.foreign import absent_for_deepspeed, earlier_source, foreign_n
 from fleetune.cli.look import look_at_data
 from fleetune.cli.machines import Machines, find_machines
 from fleetune.cli.place import check_new, default_path
+from fleetune.launch.devices import count_devices
 from fleetune.launch.fleet import Fleet
 from fleetune.models.config import read_json_object
 from fleetune.models.locate import Located, locate
@@ -56,10 +57,11 @@ class Intent:
             self.fleet.close()
 
 
-def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) -> Intent:
+def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True, processes: int | None = None) -> Intent:
     """From flags, environment and file to a run that could be started. Raises one UserError with all problems.
 
     is_start: it is to be started now, so there must be data, and its folder must be free or the one to go on in.
+    processes: how many run already, where a foreign launcher has started them.
     """
     required = ("model", "data") if is_start else ("model",)
     resolved, earlier, told = _resolved(flags, file_given(file) if file else None, required)
@@ -73,8 +75,10 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True) 
             problems.extend(error.problems)
 
     place = Path(spec.output.run or "runs").absolute()
-    machines = attempt(lambda: find_machines(spec, place, is_start=is_start)) or Machines()
+    machines = attempt(lambda: find_machines(spec, place, is_start=is_start and processes is None)) or Machines()
     device, num_processes = machines.device, machines.num_processes
+    if processes is not None:
+        device, num_processes = attempt(lambda: _processes(spec, processes)) or ("cpu", 1)
     problems += [] if is_deepspeed(spec) else optimizer_elsewhere(resolved, device)
     if spec.rows.data or spec.rows.validation:
         attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
@@ -129,6 +133,16 @@ def _resolved(flags: Source, file: Source | None, required: Sequence[str]) -> tu
         required=required,
     )
     return resolved, earlier, foreign_notes(foreign, preset)
+
+
+def _processes(spec: RunSpec, started: int) -> tuple[str, int]:
+    """(kind of device, number of processes); started: how many there are already, by somebody else's doing."""
+    asked = spec.layout.gpus
+    if asked not in (None, started):
+        raise UserError(
+            f"gpus {asked} is asked for, and the launcher has started {started} processes: leave it out, or start {asked}"
+        )
+    return count_devices(spec.layout.device)[0], started
 
 
 def preset_of(weights: WeightsSection) -> Preset | None:

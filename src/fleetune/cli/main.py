@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": "prove from its ledger what a run has trained",
     "doctor": "can this machine, or these together, train? plain words, a fix each",
     "watch": "a run live in the terminal: losses, speed, ranks, machines",
+    "compare": "several models or settings at the same time, one table at the end",
     "presets": "the models that have a short name",
 }
 

@@ -101,7 +101,8 @@ def _checked(drawing: dict[str, float]) -> dict[str, float]:
 
 
 def train(*, file: Text | None = None, **fields: Any) -> Run:
-    """Train, or go on with a run (`resume=True`), in processes of its own; progress is shown on standard error.
+    """Train, or go on with a run (`resume=True`), in processes of its own; progress is shown on standard error. Where a foreign
+    launcher has started this process (torchrun), it is itself one of the ranks.
 
     fields: as the flags of `fleetune train`, with underscores (`model`, `data`, `learning_rate`, ...). file: a RUN.yaml.
     Raises UserError (with `.problems`, all of them) for what is yours to mend, Preempted where the run was asked to stop
@@ -109,9 +110,14 @@ def train(*, file: Text | None = None, **fields: Any) -> Run:
     """
     from fleetune.cli.intent import work_out
     from fleetune.cli.start import start
+    from fleetune.cli.torchrun import is_foreign, start_as_rank
     from fleetune.cli.words import say
 
-    finished = start(work_out(arguments_given(fields), Path(file) if file is not None else None), tell=say)
+    given, path = arguments_given(fields), Path(file) if file is not None else None
+    if is_foreign(os.environ):
+        finished = start_as_rank(given, path, tell=say, show=lambda intent: None)
+    else:
+        finished = start(work_out(given, path), tell=say)
     if finished.exit_code == EXIT_USER:
         raise UserError(*(finished.problems() or ["the run found something to mend: see its logs"]))
     if finished.exit_code == EXIT_PREEMPTED:

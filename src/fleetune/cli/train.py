@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from fleetune.cli.flags import Flags
 from fleetune.cli.intent import Intent, work_out
 from fleetune.cli.start import Finished, start
+from fleetune.cli.torchrun import is_first, is_foreign, start_as_rank
 from fleetune.cli.words import say, table
 from fleetune.monitor.account import account_of, account_rows
 from fleetune.monitor.summary import print_summary
@@ -32,6 +34,11 @@ def run(words: Sequence[str]) -> int:
     typed = flags().read(words)
     if typed is None:
         return EXIT_DONE
+    if is_foreign(os.environ):
+        finished = start_as_rank(typed.source(), file_of(typed.words), tell=say, show=tell_intent)
+        if finished.exit_code == EXIT_DONE and is_first():
+            print_summary(finished.summary(), stream=sys.stdout)
+        return finished.exit_code
     intent = work_out(typed.source(), file_of(typed.words))
     is_quiet = intent.spec.output.log_level in ("warning", "error")
     if not is_quiet:

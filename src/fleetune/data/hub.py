@@ -20,11 +20,12 @@ def fetch_data_set(name: str, *, offline: bool) -> Path:
     """
     try:
         import huggingface_hub as hub
+        from huggingface_hub import constants
     except ImportError:
         raise UserError(f"data {name!r} is a hub data set: install fleetune[hub], or give a local file") from None
     plain, _, revision = name.partition("@")
     repository, _, folder = re.sub(r"^([^/]+/[^/]+)/", r"\1\0", plain).partition("\0")
-    if offline or hub.constants.HF_HUB_OFFLINE:
+    if offline or constants.HF_HUB_OFFLINE:
         snapshot = _cached(hub, name, repository, revision or None)
     else:
         snapshot = _downloaded(hub, name, repository, folder, revision or None)

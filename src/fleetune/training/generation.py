@@ -125,6 +125,12 @@ class Generator:
         self._stop = stop_tokens(model, tokenizer)
         self._prompter = Prompter(tokenizer)
 
+    def replies(self, conversations: list[list[dict[str, Any]]], sampling: Sampling) -> list[str]:
+        """The model's next turn in each of several conversations, which are read together."""
+        prompts = [self._prompter(messages).tolist() for messages in conversations]
+        said = generate_tokens(self._model, prompts, stop=self._stop, sampling=sampling)
+        return [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in said]
+
     def reply(
         self, messages: list[dict[str, Any]], sampling: Sampling | None = None, on_text: Callable[[str], None] | None = None
     ) -> str:
