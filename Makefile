@@ -1,6 +1,6 @@
 # make quickstart   set up, fine-tune a small model on an example task, show what it learned
 # make test         ruff, mypy and the tests;  make test-long  the long ones too
-# make docs         write docs/reference.md and docs/claims.md anew from the program and its tests
+# make docs         write docs/reference.md, docs/claims.md and the rules in docs/layouts.md anew from the program and its tests
 #
 # The environment lives in .venv and is made again only when pyproject.toml or constraints.txt change.
 # PYTHON=python3.12 picks another Python (3.10 or later). RUN=runs/other keeps a second quickstart beside the first.
@@ -48,6 +48,7 @@ docs: $(SETUP)
 	mv docs/reference.md.new docs/reference.md
 	$(BIN)/python tests/claims/table.py > docs/claims.md.new
 	mv docs/claims.md.new docs/claims.md
+	$(BIN)/python -m fleetune.cli.layouts_page docs/layouts.md
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 
 def wanted(folder: str, method: str, **more: Any) -> WantedModel:
-    """method: full, lora, dora or rslora."""
+    """method: full, lora, dora or rslora; or the folder of an adapter to go on with."""
+    if "/" in method:
+        return WantedModel(Path(folder), more.pop("precision", "fp32"), adapter_folder=Path(method), seed=3, **more)
     dropout = more.pop("dropout", 0.0)
     targets = tuple(more.pop("targets", ()))
     adapter = None if method == "full" else WantedAdapter(method, 4, 8.0, dropout, targets)  # type: ignore[arg-type]
@@ -180,3 +183,56 @@ def refused(world: World, layout: dict[str, int], folder: str) -> str:
     except UserError as error:
         return str(error)
     return "no error"
+
+
+class Peak:
+    """Highest anonymous and shared memory of this process above that at the start, sampled; mapped files do not count."""
+
+    def __init__(self) -> None:
+        self._before = self._highest = _held_bytes()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def taken(self) -> int:
+        """Since the last call, or the start."""
+        self._highest = max(self._highest, _held_bytes())
+        taken, self._highest = self._highest - self._before, 0
+        return taken
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.002):
+            self._highest = max(self._highest, _held_bytes())
+
+
+def _held_bytes() -> int:
+    """Anonymous memory plus shared, from the kernel's own account."""
+    text = Path("/proc/self/status").read_text()
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def memory(world: World, layout: dict[str, int], folder: str, method: str, tiny: str) -> dict[str, int]:
+    """Bytes that this rank takes while it loads, and while it trains two steps; after a tiny model has had everything imported
+    and all groups made, since those are no part of a model."""
+    spread = inside(world, layout)
+    first = engine_of(spread, tiny, method).engine
+    train(first, spread, range(1))
+    first.close()
+    spread.barrier()
+    peak = Peak()
+    built = engine_of(spread, folder, method)
+    loading = peak.taken()
+    train(built.engine, spread, range(2))
+    training = peak.taken()
+    peak.stop()
+    held = built.engine.held()
+    return {
+        "loading": loading,
+        "training": training,
+        "parameter_bytes": held.parameter_bytes,
+        "optimizer_bytes": held.optimizer_bytes,
+    }

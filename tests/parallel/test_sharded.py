@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from parallel import parity
 from parallel.ranks import Ranks
@@ -46,6 +47,31 @@ def test_tensor_parallel_with_dora_and_dropout_trains_as_one_process(ranks: Rank
     assert many[0]["held"][0] < one["held"][0]
 
 
+def test_a_saved_adapter_goes_on_in_pieces(ranks: Ranks, tiny_llama: Path, tmp_path: Path) -> None:
+    from fleetune.models.adapters import add_adapter
+    from fleetune.models.build import load_model
+
+    model = load_model(tiny_llama, dtype="fp32", device="cpu", trainable=False)
+    add_adapter(model, adapter="dora", rank=3, alpha=6.0, dropout=0.0, targets=("q_proj", "down_proj"), seed=1)
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(model.trained()):
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    adapter = str(tmp_path / "adapter")
+    model.save(model.trained(), Path(adapter), base_model=str(tiny_llama))
+    one = ranks.run(parity.run, 1, ALONE, str(tiny_llama), adapter, 3, {})[0]
+    check(one, ranks.run(parity.run, 2, {"shard": 2}, str(tiny_llama), adapter, 3, {}))
+
+
+def test_a_mixture_with_adapters_on_its_experts_trains_as_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    import tiny
+
+    mixtral = str(tiny.write_model(tmp_path / "mixtral", "mixtral"))
+    more = {"targets": ("q_proj", "gate_up_proj", "down_proj")}
+    one = ranks.run(parity.run, 1, ALONE, mixtral, "lora", 3, more)[0]
+    assert any("experts" in name for name in one["first"])
+    check(one, ranks.run(parity.run, 2, {"shard": 2}, mixtral, "lora", 3, more))
+
+
 def test_communicating_once_a_step_sends_less_and_trains_the_same(ranks: Ranks, tiny_llama: Path) -> None:
     each = ranks.run(parity.run, 2, {"shard": 2}, str(tiny_llama), "lora", 3, {"gradient_checkpointing": True})
     once = ranks.run(parity.run, 2, {"shard": 2}, str(tiny_llama), "lora", 3, {"accumulate": "once"})
@@ -73,4 +99,5 @@ def test_tensor_parallel_is_refused_for_a_family_without_a_plan(ranks: Ranks, tm
     import tiny
 
     gpt2 = str(tiny.write_model(tmp_path / "gpt2", "gpt2"))
-    assert ranks.run(parity.refused, 2, {"tensor": 2}, gpt2)[0].startswith("GPT2LMHeadModel has no tensor-parallel plan")
+    said = ranks.run(parity.refused, 2, {"tensor": 2}, gpt2)[0]
+    assert said.startswith("tensor 2 and GPT2LMHeadModel, which has no such plan: ") and "Give --shard" in said

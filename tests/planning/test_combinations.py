@@ -1,17 +1,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from fleetune.cli.layouts_page import with_rules
 from fleetune.cli.main import main
-from fleetune.planning.combinations import RULES, refusals
+from fleetune.planning.combinations import NO_TENSOR_PLAN, RULES, refusals
 from fleetune.planning.engines import choose_engine
 from fleetune.planning.rule import Asked
 from fleetune.spec.errors import UserError
 from fleetune.spec.layout import Layout
 from fleetune.spec.model_shape import read_shape
 from fleetune.spec.run_spec import RunSpec
+
+
+def test_a_rule_that_only_the_model_tells_says_the_same():
+    assert NO_TENSOR_PLAN.told("tensor 2 and X").startswith(
+        "tensor 2 and X: only the plan says which layers belong together. Give"
+    )
 
 
 @pytest.mark.claim(
@@ -28,6 +36,11 @@ def test_every_rule_says_why_and_what_works_instead():
     for rule in RULES:
         assert rule.what and rule.why and rule.instead.startswith(("give", "leave", "use")), rule
     assert len({rule.what for rule in RULES}) == len(RULES)
+
+
+def test_the_document_has_the_rules_as_they_are():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
+    assert page == with_rules(page), "docs/layouts.md is stale: run make docs"
 
 
 def test_a_plain_run_collides_with_no_rule(tiny_llama):

@@ -36,6 +36,7 @@ _UNDERSTOOD = frozenset(
         "lora_alpha",
         "lora_dropout",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
@@ -60,10 +61,13 @@ _WEIGHT = re.compile(rf"(?:{re.escape(_PREFIX)})?(.+)\.(lora_A\.weight|lora_B\.w
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """tensors: (target, name of the weight beside the base layer's) -> values on the CPU, fp32."""
+    """stacks: those targets that are stacks of experts, as PEFT names them. parameters: names or endings of the stacks.
+    tensors: (target, name of the weight beside the base layer's) -> values on the CPU, fp32."""
 
     settings: AdapterSettings
     tensors: dict[tuple[str, str], torch.Tensor]
+    stacks: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
 
 def save_adapter(
@@ -77,8 +81,9 @@ def save_adapter(
     """
     from safetensors.torch import save_file
 
-    stored = {_PREFIX + name: value.detach().to("cpu").contiguous() for name, value in tensors}
-    wanted = {_PREFIX + name for name in settings.weight_names()}
+    in_file = file_names(settings)
+    stored = {_PREFIX + in_file.get(name, name): value.detach().to("cpu").contiguous() for name, value in tensors}
+    wanted = {_PREFIX + in_file[name] for name in settings.weight_names()}
     wrong = sorted(wanted ^ set(stored)) + [name for name, value in stored.items() if not _is_sound(value)]
     if wrong:
         raise ValueError(f"the adapter is not whole or not finite: {', '.join(wrong[:5])}")
@@ -87,6 +92,16 @@ def save_adapter(
     text = json.dumps(peft_config(settings, base_model_name), indent=2, ensure_ascii=False)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     return set(stored)
+
+
+def file_names(settings: AdapterSettings) -> dict[str, str]:
+    """Name in the model -> in PEFT's file, without its prefix. Of several stacks of a module the last one is outermost."""
+    names = {name: name for name in settings.weight_names()}
+    owners = [stack.rpartition(".")[0] for stack in settings.stacks]
+    for number, (stack, owner) in enumerate(zip(settings.stacks, owners)):
+        wrapped = owner + ".base_layer" * owners[number + 1 :].count(owner)
+        names |= {f"{stack}_lora.{kind}": f"{wrapped}.{kind}" for kind in weight_names("lora")}
+    return names
 
 
 def _is_sound(value: torch.Tensor) -> bool:
@@ -103,7 +118,8 @@ def peft_config(settings: AdapterSettings, base_model_name: str) -> dict[str, An
         "r": settings.rank,
         "lora_alpha": int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": sorted(settings.short_targets or settings.targets),
+        "target_modules": sorted(settings.short_targets or settings.targets) or None,
+        "target_parameters": sorted(settings.stacks) or None,
         "use_rslora": settings.kind == "rslora",
         "use_dora": settings.kind == "dora",
         "fan_in_fan_out": settings.transposed,
@@ -120,9 +136,13 @@ def read_adapter(folder: Path) -> SavedAdapter:
     config = _read_config(folder)
     tensors = _read_tensors(folder)
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
-    targets = tuple(dict.fromkeys(target for target, _ in tensors))
+    parameters = tuple(config.get("target_parameters") or ())
+    every = tuple(dict.fromkeys(target for target, _ in tensors))
+    stacks = tuple(target for target in every if _holds_stack(target, parameters))
+    targets = tuple(target for target in every if target not in stacks)
     absent = [f"{t}.{name}" for t in targets for name in weight_names(kind) if (t, name) not in tensors]  # type: ignore[arg-type]
-    if absent or not targets:
+    absent += [f"{t}.{name}" for t in stacks for name in weight_names("lora") if (t, name) not in tensors]
+    if absent or not every:
         raise UserError(f"the adapter {folder} lacks {', '.join(absent[:3]) or 'every weight'}: save or download it again")
     rank, alpha = int(config.get("r", 8)), float(config.get("lora_alpha", 8))
     ranks = {target: int(tensors[target, "lora_A.weight"].shape[0]) for target in targets}
@@ -137,7 +157,13 @@ def read_adapter(folder: Path) -> SavedAdapter:
         ranks=tuple((target, own) for target, own in ranks.items() if own != rank),
         alphas=tuple((target, own) for target, own in alphas.items() if own != alpha),
     )
-    return SavedAdapter(settings, tensors)
+    return SavedAdapter(settings, tensors, stacks, parameters)
+
+
+def _holds_stack(target: str, parameters: tuple[str, ...]) -> bool:
+    """Whether a target in the file is the module of one of the stacked parameters, wrapped or not."""
+    owner = target.replace(".base_layer", "")
+    return any(f".{owner}".endswith(f".{wanted.rpartition('.')[0]}") for wanted in parameters)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class AdapterSettings:
 
     targets: full names of the linear layers that have one. short_targets: endings of names that mean exactly those, as
     people write them; empty where there are none. ranks, alphas: of those that differ from rank and alpha.
+    stacks: full names of stacked expert parameters that have one (see `lora_experts`).
     transposed: whether the base weights are [in, out] (transformers' Conv1D; PEFT's `fan_in_fan_out`).
     """
 
@@ -41,16 +42,19 @@ class AdapterSettings:
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
     short_targets: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
 
     def weight_names(self) -> list[str]:
         """Names in the model of every weight of the adapter."""
-        return [f"{target}.{kind}" for target in self.targets for kind in weight_names(self.kind)]
+        linears = [f"{target}.{kind}" for target in self.targets for kind in weight_names(self.kind)]
+        return linears + [f"{stack}_lora.{kind}" for stack in self.stacks for kind in weight_names("lora")]
 
     def renamed(self, names: Mapping[str, str]) -> AdapterSettings:
         """The same adapter with its targets under other names."""
         return replace(
             self,
             targets=tuple(names[target] for target in self.targets),
+            stacks=tuple(names[stack] for stack in self.stacks),
             ranks=tuple((names[target], rank) for target, rank in self.ranks),
             alphas=tuple((names[target], alpha) for target, alpha in self.alphas),
         )

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fleetune.models.anatomy import is_conv1d
 from fleetune.models.lora import AdapterSettings
+from fleetune.models.origins import find_origins
 from fleetune.models.quantized_files import QuantizedWeights
 from fleetune.models.stored import StoredWeights, naming
 from fleetune.spec.errors import UserError
@@ -37,13 +39,19 @@ def merged_tensors(
     module = empty_module(folder, dtype=torch.float32, allow_remote_code=allow_remote_code)
     name_of = naming(module)
     base = None if quantized is None else QuantizedWeights.open(quantized)
-    left = {*settings.targets, *(base.layers if base else ())}
+    places = _places(module, stored) if settings.stacks else {}
+    left = {*settings.targets, *settings.stacks, *(base.layers if base else ())}
     for stored_name, tensor in stored.tensors():
-        target = name_of(stored_name)[0].removesuffix(".weight")
+        name = name_of(stored_name)[0]
+        target = name.removesuffix(".weight")
         if base is not None and stored_name.endswith(".weight") and target in base.layers:
             weight = base.dense(target, dtype or tensor.dtype)
             tensor = weight.t().contiguous() if is_conv1d(module.get_submodule(target)) else weight
-        if target in left:
+        if name in settings.stacks:
+            left.discard(name)
+            change = _change_of_experts(module, name, adapter, settings, places[stored_name])
+            tensor = (tensor.float() + change[: tensor.shape[0]].to(tensor.device)).to(dtype or tensor.dtype).contiguous()
+        elif target in left:
             left.discard(target)
             if target in settings.targets:
                 tensor = merge(tensor, target, adapter, settings, dtype=dtype)
@@ -52,6 +60,37 @@ def merged_tensors(
         raise UserError(
             f"{folder} has no weights {', '.join(sorted(left)[:3])}, which the adapter adapts: give its own base model"
         )
+
+
+def _places(module: nn.Module, stored: StoredWeights) -> dict[str, tuple[int, int] | None]:
+    """Stored name -> (expert, first row within it) of what is stored one by one; None where a stack is stored whole."""
+    shapes = dict(stored.shapes())
+    found: dict[str, tuple[int, int] | None] = {}
+    for origin in find_origins(module, stored)[0].values():
+        row = 0
+        for part in origin.parts:
+            found |= {name: None if origin.is_whole else (expert, row) for expert, name in enumerate(part)}
+            row += shapes[part[0]][0]
+    return found
+
+
+def _change_of_experts(
+    module: nn.Module,
+    stack: str,
+    adapter: Mapping[str, torch.Tensor],
+    settings: AdapterSettings,
+    place: tuple[int, int] | None,
+) -> torch.Tensor:
+    """What is added to a stored stack, fp32: to all of it, or to one expert from a row on."""
+    a, b = (adapter[f"{stack}_lora.{kind}.weight"].detach().float() for kind in ("lora_A", "lora_B"))
+    rank = settings.rank_of(stack)
+    experts = a.shape[0] // rank
+    a, b = a.view(experts, rank, -1), b.view(b.shape[0], rank, experts).permute(2, 0, 1) * settings.scale_of(stack)
+    if place is not None:
+        return b[place[0], place[1] :] @ a[place[0]]
+    change = torch.bmm(b, a)
+    owner = module.get_submodule(stack.rpartition(".")[0])
+    return change.mT if getattr(owner, "is_transposed", False) else change
 
 
 def merge(

@@ -18,6 +18,7 @@ from fleetune.models.build import Found, empty_module, kept_in_fp32, raise_for
 from fleetune.models.causal import CausalModel
 from fleetune.models.dropout import Randomness
 from fleetune.models.lora import keyed_uniform
+from fleetune.models.lora_experts import SUFFIX, LoraStack
 from fleetune.models.origins import PieceReader, find_origins
 from fleetune.models.probe import Traits, kind_of_block, probe
 from fleetune.models.stored import StoredWeights, naming
@@ -64,7 +65,9 @@ class WeightPieces:
         self._reader = PieceReader(stored, find_origins(model.module, stored)[0])
         self._same = _aliases(model.module)
         self._saved = renamed_adapter(model, wanted.adapter_folder)[1] if wanted.adapter_folder else None
-        self._adapted = set(model.adapter.targets) if model.adapter else set()
+        self._adapted = set[str]()
+        if model.adapter is not None:
+            self._adapted |= {*model.adapter.targets, *(f"{stack}{SUFFIX}" for stack in model.adapter.stacks)}
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """A piece of one parameter, on the CPU; base weights in the dtype of their file, an adapter's in fp32."""
@@ -80,18 +83,16 @@ class WeightPieces:
         """Of a new adapter: A is drawn, B begins as zeros, a magnitude as the norm of its row of the base weight."""
         layer: Any = self._model.module.get_submodule(target)
         if kind == "lora_A.weight":
-            rank, columns = self._rank(target), layer.in_features
-            return keyed_uniform((rank, columns), columns**-0.5, self._wanted.seed, name)[at]
+            assert self._model.adapter is not None
+            ranks = layer.rank * layer.num_experts if isinstance(layer, LoraStack) else self._model.adapter.rank_of(target)
+            columns = layer.in_features
+            return keyed_uniform((ranks, columns), columns**-0.5, self._wanted.seed, name)[at]
         if kind == "lora_B.weight":
             return torch.zeros([part.stop - part.start for part in at])
         rows = at[0]
         whole = slice(0, layer.in_features)
         weight = self._slice(f"{target}.weight", (whole, rows) if layer.transposed else (rows, whole)).float()
         return torch.linalg.vector_norm(weight, dim=0 if layer.transposed else 1)
-
-    def _rank(self, target: str) -> int:
-        assert self._model.adapter is not None
-        return self._model.adapter.rank_of(target)
 
     def _slice(self, name: str, at: tuple[slice, ...]) -> torch.Tensor:
         return self._reader.read(next(other for other in self._same.get(name, (name,)) if other in self._reader), at)

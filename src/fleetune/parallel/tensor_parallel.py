@@ -20,6 +20,7 @@ from fleetune.models.dropout import KeyedDropout
 from fleetune.models.lora import LoraLinear
 from fleetune.parallel.pieces import Cut
 from fleetune.parallel.world import World
+from fleetune.planning.combinations import NO_TENSOR_PLAN, OWN_DROPOUT_UNDER_TENSOR
 from fleetune.spec.errors import UserError, raise_if_any
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def cut_tensors(model: CausalModel, world: World) -> dict[str, Cut]:
     """
     if world.layout.tensor == 1:
         return {}
-    plan = _plan(model)
+    plan = _plan(model, world.layout.tensor)
     raise_if_any(_collisions(model, plan, world.layout.tensor))
     cuts: dict[str, Cut] = {}
     for name, style in plan.items():
@@ -54,7 +55,7 @@ def cut_tensors(model: CausalModel, world: World) -> dict[str, Cut]:
     return cuts
 
 
-def _plan(model: CausalModel) -> dict[str, str]:
+def _plan(model: CausalModel, tensor: int) -> dict[str, str]:
     """Name of a module in the blocks -> style, from the plan's patterns."""
     config = model.module.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -72,11 +73,10 @@ def _plan(model: CausalModel) -> dict[str, str]:
         found |= dict.fromkeys(names, style)
     kind = type(model.module).__name__
     if strange:
-        raise UserError(
-            f"the tensor-parallel plan of {kind} asks for {', '.join(sorted(set(strange)))}, which is not known here: {_MEND}"
-        )
+        asks = ", ".join(sorted(set(strange)))
+        raise UserError(NO_TENSOR_PLAN.told(f"tensor {tensor} and {kind}, whose plan asks for {asks}, which is not known here"))
     if not any(style == _COLUMNS for style in found.values()):
-        raise UserError(f"{kind} has no tensor-parallel plan in transformers: {_MEND}")
+        raise UserError(NO_TENSOR_PLAN.told(f"tensor {tensor} and {kind}, which has no such plan"))
     return found
 
 
@@ -104,10 +104,7 @@ def _collisions(model: CausalModel, plan: dict[str, str], tensor: int) -> list[s
     blocks = model.module.get_submodule(model.anatomy.blocks)
     drops = [m for m in blocks.modules() if isinstance(m, KeyedDropout) and m.p > 0 and not m.name.endswith(".lora_dropout")]
     if model.randomness.functional or drops:
-        problems.append(
-            f"tensor {tensor} and the model's own dropout: each rank sees only some of the heads that it is drawn for. Set the "
-            "dropouts in config.json to 0, or give --shard"
-        )
+        problems.append(OWN_DROPOUT_UNDER_TENSOR.told(f"tensor {tensor} and the model's own dropout"))
     return problems
 
 

@@ -22,6 +22,12 @@ def find_targets(shape: ModelShape, targets: Sequence[str]) -> list[LinearShape]
     return [linear for linear in shape.linears if any(_ends(linear, target) for target in targets)]
 
 
+def may_name_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
+    """Whether some of `targets` name no linear layer but perhaps stacked experts, whose names only the model's class tells."""
+    has_experts = any(".experts." in name for name in shape.tensors)
+    return has_experts and any(not any(_ends(linear, target) for linear in shape.linears) for target in targets)
+
+
 def adapter_shapes(linears: Sequence[LinearShape], *, adapter: str, rank: int) -> list[tuple[int, ...]]:
     """Shapes of an adapter's weights: A is [rank, in], B is [out, rank]; DoRA learns a norm for each output as well."""
     shapes: list[tuple[int, ...]] = []

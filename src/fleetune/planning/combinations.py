@@ -20,6 +20,39 @@ def _heads_that_do_not_divide(asked: Asked) -> str | None:
     )
 
 
+def _seen_later(asked: Asked) -> str | None:
+    """Of what only the model's classes tell: the engine looks, before a weight is read."""
+    return None
+
+
+NO_TENSOR_PLAN = Rule(
+    what="`--tensor N` and a family for which transformers has no tensor-parallel plan of column and row cuts (gpt2, falcon, "
+    "bloom, opt, gptj, gpt_oss, mixtures of experts, ...)",
+    collides=_seen_later,
+    why="only the plan says which layers belong together",
+    instead="give --shard instead of --tensor: it divides any model",
+)
+OWN_DROPOUT_UNDER_TENSOR = Rule(
+    what="`--tensor N` and a model with dropout of its own (`attention_dropout` and the like above 0 in config.json)",
+    collides=_seen_later,
+    why="each rank sees only some of the heads that the dropout is drawn for",
+    instead="give --shard instead of --tensor, or set the dropouts in config.json to 0",
+)
+WHOLE_ONLY = Rule(
+    what="`--shard` or `--tensor` above 1 and weights that are stored in a way that transformers puts together while it reads "
+    "(experts that are stored one by one can be read)",
+    collides=_seen_later,
+    why="their pieces cannot be read alone",
+    instead="give --shard 1 and --tensor 1, or save the model once with transformers' save_pretrained and give that folder",
+)
+
+EXPERTS_OF_LORA = Rule(
+    what="`--lora-targets` that name stacked experts, and `--adapter dora` or `--lora-dropout` above 0",
+    collides=_seen_later,
+    why="PEFT's format has no norms and no dropout for stacked experts",
+    instead="give --adapter lora or rslora and --lora-dropout 0, or leave the experts out of --lora-targets",
+)
+
 LAYOUT_RULES = (
     Rule(
         what="`--tensor N` and a model whose attention heads, or heads of keys and values, do not divide by N",
@@ -62,9 +95,24 @@ QUANTISATION_RULES = (
 )
 
 #: Every rule, in the order of the table.
-RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *QUANTISATION_RULES, *ZERO_RULES)
+RULES: tuple[Rule, ...] = (
+    *LAYOUT_RULES,
+    NO_TENSOR_PLAN,
+    OWN_DROPOUT_UNDER_TENSOR,
+    WHOLE_ONLY,
+    EXPERTS_OF_LORA,
+    *QUANTISATION_RULES,
+    *ZERO_RULES,
+)
 
 
 def refusals(asked: Asked) -> list[str]:
     """Everything about a run that cannot be combined; empty where all of it can."""
     return [problem for rule in RULES if (problem := rule.refusal(asked)) is not None]
+
+
+def as_table() -> str:
+    """The rules as a table in Markdown, for docs/layouts.md."""
+    lines = ["| what | why not | instead |", "|---|---|---|"]
+    lines += [f"| {rule.what} | {rule.why} | {rule.instead} |" for rule in RULES]
+    return "\n".join(lines) + "\n"

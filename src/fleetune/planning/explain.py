@@ -30,7 +30,7 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
 def _trained(plan: Plan) -> str:
     share = plan.trainable_share
     if share is None:
-        return f"{plan.method}; how many parameters is known when the model is converted"
+        return f"{plan.method}; how many parameters is known when the model is read"
     return f"{plan.method}, {plan.trainable_parameters:,} parameters ({100 * share:.2f} %)"
 
 

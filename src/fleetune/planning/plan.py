@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fleetune.planning.adapters import adapter_shapes, find_targets
+from fleetune.planning.adapters import adapter_shapes, find_targets, may_name_experts
 from fleetune.planning.combinations import refusals
 from fleetune.planning.engines import choose_engine
 from fleetune.planning.memory import RankMemory, quantised, rank_memory, under_zero
@@ -162,7 +162,7 @@ def _adapter(spec: RunSpec, shape: ModelShape, adapter: Mapping[str, StoredTenso
     adaptation = spec.adaptation
     if adapter is not None:
         return [tensor.shape for tensor in adapter.values()]
-    if adaptation.lora_targets and not shape.names_known:
+    if adaptation.lora_targets and (not shape.names_known or may_name_experts(shape, adaptation.lora_targets)):
         return None
     linears = find_targets(shape, adaptation.lora_targets)
     return adapter_shapes(linears, adapter=adaptation.adapter, rank=adaptation.lora_rank)

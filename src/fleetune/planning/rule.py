@@ -36,7 +36,11 @@ class Rule:
     why: str
     instead: str
 
+    def told(self, values: str) -> str:
+        """The problem, for these values that collide."""
+        return f"{values}: {self.why}. {self.instead[:1].upper()}{self.instead[1:]}"
+
     def refusal(self, asked: Asked) -> str | None:
         """The problem as it is told, or None where the run is none of this rule's business."""
         values = self.collides(asked)
-        return f"{values}: {self.why}. {self.instead[:1].upper()}{self.instead[1:]}" if values else None
+        return self.told(values) if values else None

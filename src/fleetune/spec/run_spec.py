@@ -98,7 +98,8 @@ class AdaptationSection(_Section):
     lora_alpha: float = _field(16.0, "The adapter is scaled by alpha / rank (rslora: alpha / sqrt(rank)).", gt=0)
     lora_dropout: float = _field(0.0, "Dropout in front of the adapter.", ge=0.0, lt=1.0)
     lora_targets: Words = _field(
-        (), "Names of the linear layers that get an adapter, as q_proj,v_proj. Empty: all linears of the blocks."
+        (),
+        "Names of the linear layers (or stacked experts) that get an adapter, as q_proj,v_proj. Empty: all linears.",
     )
 
 
