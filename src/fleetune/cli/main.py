@@ -20,6 +20,7 @@ COMMANDS = {
     "watch": "a run live in the terminal: losses, speed, ranks, machines",
     "compare": "several models or settings at the same time, one table at the end",
     "presets": "the models that have a short name",
+    "bench": "how fast training is on this machine, beside TRL",
 }
 
 

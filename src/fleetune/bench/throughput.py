@@ -1,0 +1,215 @@
+"""fleetune beside TRL: the same model, rows, trained tokens, adapter, global batch and optimizer, in turns, in one run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetune.bench.figures import Figures, Spread, Step
+from fleetune.bench.process_tree import run_watched
+from fleetune.data.store import TokenStore
+from fleetune.spec.errors import UserError
+from fleetune.spec.run_folder import RunFolder, read_json, read_lines
+
+#: What TRL is tried with: the best that were found for it on CPUs, packed without padding, and padded batches.
+TRL_SETTINGS = ({"batch": 2, "packing": True}, {"batch": 8, "packing": False})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is measured. processes, threads: fleetune's (TRL runs in one process with as many threads as both make)."""
+
+    model: str
+    data: tuple[str, ...]
+    method: str
+    rank: int
+    sequence_length: int
+    steps: int
+    repeats: int
+    processes: int
+    threads: int
+    precision: str = "auto"
+    against: str | None = "trl"
+    learning_rate: float = 2e-4
+
+    @property
+    def cores(self) -> int:
+        return self.processes * self.threads
+
+
+@dataclass(frozen=True)
+class Report:
+    """runs: every run in the order it was made. limit_tokens_per_s: what the matrix products alone allow; limit_flops_per_s:
+    their speed. best: the rival's setting that the ratios are taken against."""
+
+    asked: Asked
+    machine: dict[str, Any]
+    runs: tuple[Figures, ...]
+    limit_tokens_per_s: float
+    limit_flops_per_s: float
+
+    def of(self, program: str, settings: str | None = None) -> list[Figures]:
+        return [run for run in self.runs if run.program == program and settings in (None, run.settings)]
+
+    @property
+    def best(self) -> str | None:
+        """The rival's fastest setting."""
+        speeds = {run.settings: Spread.of([one.tokens_per_s for one in self.of("trl", run.settings)]) for run in self.of("trl")}
+        return max(speeds, key=lambda settings: speeds[settings].median) if speeds else None
+
+    @property
+    def share_of_matmul_limit(self) -> float:
+        return Spread.of([run.tokens_per_s for run in self.of("fleetune")]).median / self.limit_tokens_per_s
+
+    def ratio(self, figure: Callable[[Figures], float]) -> float | None:
+        """fleetune divided by the rival, medians of each."""
+        if self.best is None:
+            return None
+        ours, theirs = self.of("fleetune"), self.of("trl", self.best)
+        return Spread.of([figure(run) for run in ours]).median / Spread.of([figure(run) for run in theirs]).median
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine,
+            "asked": vars(self.asked),
+            "ratio": {
+                "tokens_per_s": self.ratio(lambda run: run.tokens_per_s),
+                "peak_memory": self.ratio(lambda run: run.peak_memory_bytes),
+                "time_to_first_step": self.ratio(lambda run: run.first_step_s),
+                "against": self.best,
+            },
+            "matmul_limit": {"tokens_per_s": self.limit_tokens_per_s, "flops_per_s": self.limit_flops_per_s},
+            "share_of_matmul_limit": self.share_of_matmul_limit,
+            "runs": [run.to_json() for run in self.runs],
+        }
+
+
+def measure(asked: Asked, folder: Path, *, tell: Callable[[str], None]) -> Report:
+    """Measure, with everything that is written in `folder` (new or empty). Raises UserError where a program fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tell("preparing: weights and rows, so that no run pays for them")
+    prepared = prepare(asked, folder / "prepared")
+    runs = []
+    for number in range(asked.repeats):
+        tell(f"round {number + 1} of {asked.repeats}: fleetune")
+        runs.append(run_fleetune(asked, folder / f"fleetune-{number}"))
+        for settings in TRL_SETTINGS if asked.against == "trl" else ():
+            tell(f"round {number + 1} of {asked.repeats}: TRL, {named(settings)}")
+            runs.append(run_trl(asked, folder, prepared, settings, f"trl-{number}-{named(settings).replace(' ', '-')}"))
+    tell("matrix products alone")
+    tokens_per_s, flops_per_s = limit(asked, read_json(prepared.prepared))
+    return Report(asked, machine(), tuple(runs), tokens_per_s, flops_per_s)
+
+
+def train_command(asked: Asked, run: Path, *, steps: int) -> list[str]:
+    words = ["train", "--model", asked.model, "--method", asked.method, "--sequence-length", asked.sequence_length]
+    for data in asked.data:
+        words += ["--data", data]
+    if asked.method == "lora":
+        words += ["--lora-rank", asked.rank, "--lora-alpha", 2 * asked.rank]
+    words += ["--gpus", asked.processes, "--threads", asked.threads, "--precision", asked.precision]
+    words += ["--global-batch-size", 2, "--micro-batch-size", 1, "--max-steps", steps, "--run", run]
+    words += ["--learning-rate", asked.learning_rate, "--schedule", "constant", "--warmup", 0, "--log-level", "warning"]
+    return [sys.executable, "-m", "fleetune.cli.main", *map(str, words)]
+
+
+def prepare(asked: Asked, run: Path) -> RunFolder:
+    watched = run_watched(train_command(asked, run, steps=1), log=run.with_suffix(".log"), environment={})
+    if watched.exit_code:
+        raise UserError(f"fleetune train ended with {watched.exit_code}: {last_line(run.with_suffix('.log'))}")
+    return RunFolder(run)
+
+
+def run_fleetune(asked: Asked, run: Path) -> Figures:
+    log = run.with_suffix(".log")
+    began = time.time()
+    watched = run_watched(train_command(asked, run, steps=asked.steps), log=log, environment={})
+    if watched.exit_code:
+        raise UserError(f"fleetune train ended with {watched.exit_code}: {last_line(log)}")
+    rows = [row for row in read_lines(RunFolder(run).metrics) if "loss" in row]
+    settings = f"processes {asked.processes}, threads {asked.threads}"
+    return Figures("fleetune", settings, steps_of(rows, began), rows[0]["time"] - began, watched.peak_bytes)
+
+
+def run_trl(asked: Asked, folder: Path, prepared: RunFolder, settings: dict[str, Any], name: str) -> Figures:
+    out, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    store = TokenStore.open(Path(read_json(prepared.prepared)["store"]))
+    values = {
+        "steps": asked.steps, "batch": settings["batch"], "rank": asked.rank, "sequence-length": asked.sequence_length,
+        "threads": asked.cores, "learning-rate": asked.learning_rate, "method": asked.method,
+        "rows": rows_needed(store, asked.steps * settings["batch"], packing=settings["packing"]),
+    }  # fmt: skip
+    words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "fleetune.bench.trl_run", str(prepared.path), str(out), *words]
+    command += ["--packing"] if settings["packing"] else []
+    began = time.time()
+    watched = run_watched(command, log=log, environment={"OMP_NUM_THREADS": str(asked.cores), "HF_HUB_OFFLINE": "1"})
+    if watched.exit_code:
+        raise UserError(f"TRL ended with {watched.exit_code}: {last_line(log)} (install fleetune[bench])")
+    share = store.num_trained_tokens / store.num_tokens
+    rows = [{**row, "trained_tokens": round(share * row["tokens"])} for row in map(json.loads, out.read_text().splitlines())]
+    return Figures("trl", named(settings), steps_of(rows, began), rows[0]["time"] - began, watched.peak_bytes)
+
+
+def rows_needed(store: TokenStore, sequences: int, *, packing: bool) -> int:
+    """Rows that fill so many sequences; TRL tokenises and packs all that it is given before its first step."""
+    if not packing:
+        return sequences
+    return math.ceil(1.1 * sequences * store.num_documents / store.num_sequences)
+
+
+def steps_of(rows: Sequence[dict[str, Any]], began: float) -> tuple[Step, ...]:
+    """A step takes from the end of the one before to its own end: whatever happens in between is part of training."""
+    ends = [began, *(row["time"] for row in rows)]
+    return tuple(
+        Step(row["loss"], row["tokens"], row["trained_tokens"], end - start) for row, start, end in zip(rows, ends, ends[1:])
+    )
+
+
+def limit(asked: Asked, prepared: dict[str, Any]) -> tuple[float, float]:
+    """(tokens/s, FLOP/s) of matrix products alone, with the same processes x threads, all at once."""
+    store = TokenStore.open(Path(prepared["store"]))
+    share = store.num_trained_tokens / store.num_tokens
+    command = [sys.executable, "-m", "fleetune.bench.matmul_limit", prepared["model_folder"], "--method", asked.method]
+    command += ["--trained-share", str(share), "--precision", prepared["precision"], "--threads", str(asked.threads)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(asked.threads)}
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(asked.processes)]
+    found = [json.loads(process.communicate()[0]) for process in processes]
+    return sum(one["tokens_per_s"] for one in found), sum(one["flops_per_s"] for one in found)
+
+
+def machine() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in ("fleetune", "torch", "transformers", "peft", "trl"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "versions": versions}
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def named(settings: dict[str, Any]) -> str:
+    return f"packed {settings['batch']}" if settings["packing"] else f"padded {settings['batch']}"
+
+
+def last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
