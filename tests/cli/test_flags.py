@@ -47,7 +47,7 @@ def test_words_without_dashes_are_positional_also_between_flags():
 
 
 def test_unknown_flags_are_told_together_with_wrong_values():
-    typed = train_flags().read(["--learnin-rate", "3", "--use_deepspeed", "--qlora", "--lora-rank", "0"])
+    typed = train_flags().read(["--learnin-rate", "3", "--use_deepsped", "--qlora", "--lora-rank", "0"])
     with pytest.raises(UserError) as error:
         resolve(flags=typed.source(), required=())
     assert len(error.value.problems) == 4

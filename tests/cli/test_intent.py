@@ -48,7 +48,7 @@ def test_a_presets_values_count_below_all_that_a_person_gives(here, tiny_llama, 
     from fleetune.cli.intent import _resolved
 
     given = arguments_given({"model": "Pretty", "data": "rows.jsonl", "lora_rank": 2})
-    resolved, _ = _resolved(given, file_given(here / "run.yaml"), ("model", "data"))
+    resolved, *_ = _resolved(given, file_given(here / "run.yaml"), ("model", "data"))
     flat = resolved.spec.flat()
     assert (flat["learning_rate"], flat["lora_rank"], flat["warmup"]) == (3e-4, 2, 0.5)
     assert resolved.origins["learning_rate"] == "preset pretty"

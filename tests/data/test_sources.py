@@ -162,7 +162,11 @@ def test_a_hub_data_set_that_is_not_in_the_cache_opens_no_connection_offline(
         find_files(["someone/other"], offline=True)
 
 
-def test_a_hub_that_cannot_be_reached_is_a_clear_error(hub_cache: Path) -> None:
+def test_a_hub_that_cannot_be_reached_is_a_clear_error(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="no local path, and as a hub data set it cannot be fetched"):
         find_files(["someone/other"], offline=False)
 
