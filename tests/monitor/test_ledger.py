@@ -170,3 +170,15 @@ def test_rows_that_are_damaged_or_come_from_a_replaced_attempt_do_not_count_and_
 def test_a_run_without_a_ledger_does_not_hold(tmp_path: Path) -> None:
     result = check(RunFolder(tmp_path / "absent"))
     assert not result.holds and "has no committed step" in result.text()
+
+
+def test_a_step_without_an_update_is_in_its_place_and_trained_nothing(make: Make) -> None:
+    golden, skipping = make((1, 20)), make((1, 20))
+    rows = [json.loads(line) for line in skipping.ledger.read_text().splitlines()]
+    rows[6] |= {"applied": False, "loss_hex": "nan", "gradient_norm_hex": "nan", "left_out": "loss 9 is far above"}
+    skipping.ledger.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alone = check(skipping, expected=samples_of, num_steps=20)
+    assert alone.holds and alone.num_skipped_steps == 1 and "1 step without an update" in alone.text()
+    compared = compare(skipping, golden)
+    assert (compared.lost, compared.repeated, compared.holds) == (4, 0, False)
+    assert compare(skipping, skipping).holds and compare(skipping, skipping).bitwise

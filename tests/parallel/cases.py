@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,6 +16,7 @@ from fleetune.parallel.native import forward_of
 from fleetune.parallel.world import World
 from fleetune.spec.errors import UserError
 from fleetune.spec.layout import Layout
+from fleetune.training.numbers import replicas_differ
 from parallel import toy
 
 
@@ -88,6 +91,22 @@ def losses(world: World, num_steps: int, clip: float = 1.0) -> dict[str, Any]:
     }
 
 
+def strict_steps(world: World, folder: str, num_steps: int) -> dict[str, Any]:
+    """Toy and llama with dropout under strict determinism: everything that must not depend on the number of ranks."""
+    engine = toy.build(world, strict=True)
+    rows = toy.train(engine, lambda step: toy.share(step, world), range(num_steps))
+    with_zeros = toy.build(world, strict=True)
+    toy.train(with_zeros, lambda step: toy.global_batch(step) if world.rank == 0 else [], range(num_steps))
+    loose = toy.build(world)
+    return {
+        "rows": [[float(value).hex() for value in row] for row in rows],
+        "loose": toy.train(loose, lambda step: toy.share(step, world), range(num_steps)),
+        "bits": engine.replica()[1],
+        "bits_on_rank_0": with_zeros.replica()[1],
+        "llama": real_losses(world, folder, strict=True),
+    }
+
+
 def all_on_rank_0(world: World, num_steps: int) -> list[list[float]]:
     """Every other rank has an empty share."""
     engine = toy.build(world)
@@ -151,6 +170,59 @@ def one_rank_is_not_finite(world: World) -> dict[str, Any]:
     }
 
 
+def one_rank_has_a_bad_gradient(world: World) -> dict[str, Any]:
+    """The last rank's loss is finite in the second step, its gradient is not; the third is as if the second had not been."""
+    model = toy.Toy()
+    broken = False
+
+    def forward(batch: Any) -> tuple[torch.Tensor, int]:
+        loss, weight = model.forward(batch)
+        nothing = model.module[0].weight.sum() * 0.0
+        return (loss + nothing.sqrt() if broken else loss), weight  # the root of 0 is 0, and its slope is infinite
+
+    engine = toy.NativeEngine(model, forward, world=world, optimizer=toy.adamw, settings=toy.StepSettings(gradient_clip=1.0))
+    first = engine.step(toy.share(0, world), 0.01)
+    before = engine.replica()
+    broken = world.rank == world.world_size - 1
+    second = engine.step(toy.share(1, world), 0.01)
+    broken = False
+    unchanged = engine.replica() == before
+    third = engine.step(toy.share(2, world), 0.01)
+
+    reference = toy.build(world)
+    reference.step(toy.share(0, world), 0.01)
+    expected = reference.step(toy.share(2, world), 0.01)
+    return {
+        "applied": [first.applied, second.applied, third.applied],
+        "finite_loss": math.isfinite(second.loss),
+        "unchanged": unchanged,
+        "culprits": second.culprits,
+        "as_if_it_had_not_been": third == expected and engine.replica() == reference.replica(),
+    }
+
+
+def flipped_bits(world: World) -> dict[str, Any]:
+    """The last rank flips single bits of its training state, one at a time, and back."""
+    engine = toy.build(world)
+    engine.step(toy.share(0, world), 0.01)
+    run = SimpleNamespace(world=world, engine=engine)
+    before, after, said = engine.replica()[1], [], []
+    assert replicas_differ(run) is None
+    for number, (_, _, tensor) in enumerate(engine._tensors()):
+        if not tensor.ndim:
+            continue
+        bits = tensor.detach().view(-1).view(torch.int32)
+        place, bit = (number * 37) % bits.numel(), 1 << (number % 31)
+        if world.rank == world.world_size - 1:
+            bits[place] ^= bit
+        after.append(engine.replica()[1])
+        said.append(replicas_differ(run))
+        if world.rank == world.world_size - 1:
+            bits[place] ^= bit
+    assert replicas_differ(run) is None
+    return {"before": before, "after": after, "said": said}
+
+
 def save_poison_load(world: World, precision: str = "fp32") -> dict[str, Any]:
     """Train, keep the shards of all ranks, spoil everything, load, go on; against an engine that was never disturbed."""
     # In fp16 the loss is so large that the scale must come down in the first steps: a fresh one is not the saved one.
@@ -192,7 +264,7 @@ def poison(engine: toy.NativeEngine) -> None:
             tensor.fill_(float("nan"))
 
 
-def real_losses(world: World, folder: str) -> dict[str, Any]:
+def real_losses(world: World, folder: str, strict: bool = False) -> dict[str, Any]:
     """A llama with a fresh adapter and with dropout, over packed documents, five steps."""
     from fleetune.models.adapters import add_adapter
     from fleetune.models.build import load_model
@@ -200,7 +272,7 @@ def real_losses(world: World, folder: str) -> dict[str, Any]:
 
     model = load_model(folder, dtype="fp32", device="cpu", trainable=False, seed=3)
     add_adapter(model, adapter="lora", rank=4, alpha=8.0, dropout=0.1, targets=(), seed=3)
-    settings = toy.StepSettings(gradient_clip=1.0)
+    settings = toy.StepSettings(gradient_clip=1.0, strict=strict)
     engine = toy.NativeEngine(model, forward_of(model, TokenLoss()), world=world, optimizer=toy.adamw, settings=settings)
     rows = toy.train(engine, lambda step: toy.share(step, world), range(5))
     return {"rows": rows, "fingerprint": engine.fingerprint()}

@@ -49,11 +49,12 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named], lr=0.0, weight_decay=0.01, fused=True)
 
 
-def build(world: World, *, model: Toy | None = None, clip: float = 1.0, precision: str = "fp32") -> NativeEngine:
+def build(
+    world: World, *, model: Toy | None = None, clip: float = 1.0, precision: str = "fp32", strict: bool = False
+) -> NativeEngine:
     model = model or Toy(device=str(world.device))
-    return NativeEngine(
-        model, model.forward, world=world, optimizer=adamw, settings=StepSettings(gradient_clip=clip, precision=precision)
-    )
+    settings = StepSettings(gradient_clip=clip, precision=precision, strict=strict)
+    return NativeEngine(model, model.forward, world=world, optimizer=adamw, settings=settings)
 
 
 def micro_batch(step: int, number: int, *, num_tokens: int, num_trained: int) -> MicroBatch:

@@ -50,6 +50,8 @@ class SaveReport:
     """How a save went, on every rank. bytes: of the whole checkpoint on rank 0, of the rank's own part on the others.
 
     error: why there is no new checkpoint, for a person; None where there is one. unchanged: the same was there already.
+    seconds: from its begin to its end. stall_s: how long training waited for it. cpu_s: processor time of writing it in the
+    background.
     """
 
     step: int
@@ -57,6 +59,8 @@ class SaveReport:
     seconds: float
     error: str | None = None
     unchanged: bool = False
+    stall_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 class CheckpointStore:

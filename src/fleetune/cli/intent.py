@@ -261,5 +261,7 @@ def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
         "micro_batch_size": plan.batches.micro_batch_size,
         "gradient_accumulation_steps": None,
     }
+    if resolved.spec.health.determinism == "strict":
+        values["threads"] = 1
     before = resolved.spec.flat()
     return resolved.with_values({name: value for name, value in values.items() if before[name] != value}, origin="plan")

@@ -24,7 +24,7 @@ LedgerRow = Mapping[str, Any]
 class Comparison:
     """One run against another.
 
-    lost, repeated: samples that the other run has more or less often than this one, over the whole run. moved: samples that
+    lost, repeated: samples that the other run trained more or less often than this one, over the whole run. moved: samples that
     are in another step, or in another place within their step (0 where lost or repeated is not). bitwise: whether the losses
     of all common steps are equal to the last bit. first_difference_step: the first step whose loss differs.
     """
@@ -55,13 +55,18 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Check:
-    """One run by itself. problems: what is wrong, for a person; empty where everything holds."""
+    """One run by itself. problems: what is wrong, for a person; empty where everything holds.
+
+    num_skipped_steps: committed without an update (a non-finite value, left out after a rewind): in their place in the plan,
+    so neither lost nor repeated, and not trained on.
+    """
 
     lost: int
     repeated: int
     num_steps: int
     num_attempts: int
     num_redone_steps: int
+    num_skipped_steps: int
     problems: tuple[str, ...]
 
     @property
@@ -72,7 +77,8 @@ class Check:
         steps, attempts = plural(self.num_steps, "step"), plural(self.num_attempts, "attempt")
         said = f"lost {self.lost}, repeated {self.repeated}, {steps} in {attempts}"
         redone = f", {self.num_redone_steps} done again" if self.num_redone_steps else ""
-        return "\n".join([said + redone, *self.problems])
+        skipped = f", {plural(self.num_skipped_steps, 'step')} without an update" if self.num_skipped_steps else ""
+        return "\n".join([said + redone + skipped, *self.problems])
 
 
 @dataclass(frozen=True)
@@ -108,9 +114,9 @@ def read_chain(path: Path) -> Chain:
 
 
 def compare(run: RunFolder, against: RunFolder) -> Comparison:
-    """What `run` did, measured by what `against` (an undisturbed run, say) did."""
+    """What `run` did, measured by what `against` (an undisturbed run, say) did. A step without an update trained nothing."""
     mine, theirs = read_chain(run.ledger).rows, read_chain(against.ledger).rows
-    lost, repeated, moved = _compare_samples({step: row["samples"] for step, row in mine.items()}, _samples(theirs))
+    lost, repeated, moved = _compare_samples(_samples(mine, trained=True), _samples(theirs, trained=True))
     common = {step: (_loss(mine[step]), _loss(theirs[step])) for step in mine if step in theirs}
     different = {step: _relative(*pair) for step, pair in common.items() if not _same_bits(*pair)}
     return Comparison(
@@ -153,7 +159,8 @@ def check(
         lost, repeated = 0, _repeated_within_epochs(chain.rows, samples_per_epoch)
     if lost or repeated:
         problems.append(f"{lost} samples were lost and {repeated} were trained again too early")
-    return Check(lost, repeated, len(chain.rows), chain.num_attempts, chain.redone, tuple(problems))
+    skipped = sum(row.get("applied") is False for row in chain.rows.values())
+    return Check(lost, repeated, len(chain.rows), chain.num_attempts, chain.redone, skipped, tuple(problems))
 
 
 def _is_whole(row: LedgerRow) -> bool:
@@ -167,8 +174,9 @@ def _is_whole(row: LedgerRow) -> bool:
     return True
 
 
-def _samples(rows: Mapping[int, LedgerRow]) -> dict[int, list[str]]:
-    return {step: row["samples"] for step, row in rows.items()}
+def _samples(rows: Mapping[int, LedgerRow], *, trained: bool = False) -> dict[int, list[str]]:
+    """The samples of each step; with `trained`, only of those that were followed by an update."""
+    return {step: row["samples"] for step, row in rows.items() if not trained or row.get("applied") is not False}
 
 
 def _compare_samples(mine: Mapping[int, Sequence[str]], theirs: Mapping[int, Sequence[str]]) -> tuple[int, int, int]:

@@ -67,9 +67,16 @@ class Monitor:
 
     def flush(self) -> bool:
         """Bring all rows to the disk; call it before a checkpoint, whose steps must be in the ledger. False where it failed."""
-        done = [file.sync() for file in (self._ledger, self._metrics, self._events)]
+        self.flush_sinks()
+        return self.sync()
+
+    def flush_sinks(self) -> None:
+        """Only what the sinks still hold."""
         self._tell(lambda sink: sink.flush())
-        return all(done)
+
+    def sync(self) -> bool:
+        """Only the rows, to the disk; another thread may call it while this one records."""
+        return all([file.sync() for file in (self._ledger, self._metrics, self._events)])
 
     def close(self) -> None:
         for file in (self._ledger, self._metrics, self._events):

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,10 @@ MAX_WAITING = 100_000
 
 
 class RowFile:
-    """Appends rows to one file; for one process at a time. It never raises OSError: training goes on, and is told so."""
+    """Appends rows to one file; for one process at a time. It never raises OSError: training goes on, and is told so.
+
+    One thread may `sync` while another appends: waiting for the disk holds up nobody else.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,20 +36,24 @@ class RowFile:
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._torn = False
         self._warned = False
+        self._lock = threading.Lock()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row (with the format version), after those that still wait."""
         line = json.dumps({"version": FORMAT_VERSION, **row}, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-        self._waiting.append(line.encode("utf-8", errors="replace"))
-        self._write_waiting()
+        with self._lock:
+            self._waiting.append(line.encode("utf-8", errors="replace"))
+            self._write_waiting()
 
     def sync(self) -> bool:
         """Bring everything appended to the disk; False where it could not be (it is tried again with the next row)."""
-        self._write_waiting()
-        if self._descriptor is None or self._waiting:
-            return not self._waiting
+        with self._lock:
+            self._write_waiting()
+            descriptor = self._descriptor
+            if descriptor is None or self._waiting:
+                return not self._waiting
         try:
-            os.fsync(self._descriptor)
+            os.fsync(descriptor)
         except OSError as error:
             self._warn(error)
             return False

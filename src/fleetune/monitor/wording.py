@@ -32,7 +32,8 @@ def event_line(row: Row) -> str:
     """An event in one line: what, in which step, why."""
     kind, step, cause = str(row.get("event", "event")), row.get("step"), row.get("cause")
     if kind == "save":
-        return f"saved step {step} ({memory(row.get('bytes') or 0)} in {duration(row.get('seconds') or 0.0)})"
+        waited = f", training waited {row['stall_s']:.2f} s" if row.get("in_background") else ""
+        return f"saved step {step} ({memory(row.get('bytes') or 0)} in {duration(row.get('seconds') or 0.0)}{waited})"
     if kind == "save_failed":
         return f"warning: step {step} could not be saved, training goes on: {_line(cause)}"
     if kind == "early_stop":

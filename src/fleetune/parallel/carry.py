@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -51,3 +52,14 @@ def barrier_of(num_ranks: int) -> Callable[[], None]:
         dist.all_reduce(torch.zeros(1), group=group)
 
     return barrier
+
+
+def barrier_aside(world: World) -> Callable[[], None]:
+    """A barrier for one other thread of each rank, which nothing in the ranks' main threads gets in the way of. All ranks.
+
+    It waits for up to 6 hours (a slow disk), and raises RuntimeError where a peer dies.
+    """
+    if world.world_size == 1:
+        return lambda: None
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    return lambda: dist.all_reduce(torch.zeros(1), group=group)

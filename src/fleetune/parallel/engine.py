@@ -46,5 +46,11 @@ class Engine(Protocol):
     def held(self) -> Held:
         """What this rank holds of the training state. No collective takes place."""
 
+    def replica(self) -> tuple[str, str]:
+        """(what this rank holds a copy of, a hash of its bits: parameters and optimizer). No collective takes place.
+
+        Ranks whose first value is equal must have an equal second one.
+        """
+
     def close(self) -> None:
         """Let go of memory. No collective takes place."""

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, final
 import torch
 
 from fleetune.models.quantized_linear import resting_parts
+from fleetune.parallel.bits import bits_of
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.gradients import FlatGradients
 from fleetune.parallel.held import Held, held_by
 from fleetune.parallel.loss_scale import LossScale
 from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
+from fleetune.parallel.ordered import OrderedSum
+from fleetune.parallel.out_of_memory import together
 from fleetune.parallel.step_counts import check_weight, count_step
 from fleetune.parallel.world import World
 from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
@@ -53,6 +56,8 @@ class TrainedModel(Protocol):
 class StepSettings:
     """gradient_clip: the L2 norm that gradients are scaled down to; 0 never. precision: of the forward; `fp16` needs (and
     gets) a scaled loss. The forward itself chooses its dtypes, under autocast or not; trained parameters stay fp32.
+    strict: sums over micro-batches are taken in one order, whatever the number of ranks. recovers: where the memory of a rank
+    does not hold a step, all raise OutOfMemory before anything has changed.
 
     accumulate: where ranks keep pieces: `shards` sums each micro-batch's gradients over the ranks and keeps only pieces, `once`
     keeps whole gradients until the last one."""
@@ -60,6 +65,8 @@ class StepSettings:
     gradient_clip: float = 0.0
     precision: str = "fp32"
     accumulate: str = "shards"
+    strict: bool = False
+    recovers: bool = False
 
 
 def forward_of(model: CausalModel, objective: TokenLoss) -> Forward:
@@ -102,6 +109,7 @@ class NativeEngine:
         self._world, self._settings = world, settings
         self._named = tuple(model.trained())
         self._gradients = FlatGradients(self._named)
+        self._ordered = OrderedSum(self._gradients.buffer, world) if settings.strict else None
         self._scale = LossScale(enabled=settings.precision == "fp16")
         self._roles = find_roles(optimizer, self._named[0][1].device)
         self._optimizer = optimizer(self._named)
@@ -112,14 +120,18 @@ class NativeEngine:
 
         The loss of each micro-batch is divided by the trained tokens of the whole global batch, so that no division of the
         batch changes loss or gradient. Where loss or gradient is not finite, on any rank, nothing is updated on all of them.
-        Raises UserError, on all ranks, where the global batch has no trained token.
+        Raises UserError, on all ranks, where the global batch has no trained token; OutOfMemory, on all ranks, where the
+        settings ask for it.
         """
         sent = self._world.bytes_sent
         counts = count_step(self._world, micro_batches)
         self._model.train(True)
         self._gradients.zero()
-        self._gradients.put_loss(self._accumulate(micro_batches, counts.trained_tokens))
-        self._world.sum_tensor(self._gradients.buffer)
+        if self._ordered is None:
+            self._gradients.put_loss(self._fitting(micro_batches, counts.trained_tokens))
+            self._world.sum_tensor(self._gradients.buffer)
+        else:
+            self._ordered.reduce(self._one_by_one(micro_batches, counts.trained_tokens))
         # From here on every rank works on the same bits, so all come to the same decision without asking each other.
         loss, scaled_norm = self._gradients.loss_and_norm()
         norm = scaled_norm / self._scale.value
@@ -129,7 +141,9 @@ class NativeEngine:
             shrink = clip / norm if 0 < clip < norm else 1.0
             self._gradients.multiply(shrink / self._scale.value)
             self._update(learning_rate)
+        overflow = self._scale.enabled and math.isfinite(loss) and not applied
         self._scale.update(math.isfinite(norm))
+        culprits = () if applied or overflow else self._find_culprits(micro_batches, counts.trained_tokens)
         return StepReport(
             loss=loss,
             gradient_norm=norm,
@@ -137,6 +151,8 @@ class NativeEngine:
             tokens=counts.tokens,
             applied=applied,
             bytes_sent=self._world.bytes_sent - sent,
+            overflow=overflow,
+            culprits=culprits,
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -190,6 +206,10 @@ class NativeEngine:
     def held(self) -> Held:
         return held_by((*self._model.module.parameters(), *resting_parts(self._model.module)), self._optimizer)
 
+    def replica(self) -> tuple[str, str]:
+        """Every rank holds a copy of everything."""
+        return "everything", bits_of((f"{name}/{role}", tensor) for name, role, tensor in self._tensors())
+
     def close(self) -> None:
         self._gradients.detach()
         self._optimizer.state.clear()
@@ -203,6 +223,29 @@ class NativeEngine:
                 (loss * (self._scale.value / trained_tokens)).backward()
                 total += loss.detach()
         return total / trained_tokens
+
+    def _fitting(self, micro_batches: Sequence[MicroBatch], trained_tokens: int) -> torch.Tensor:
+        if not self._settings.recovers:
+            return self._accumulate(micro_batches, trained_tokens)
+        return together(self._world, lambda: self._accumulate(micro_batches, trained_tokens))
+
+    def _one_by_one(self, micro_batches: Sequence[MicroBatch], trained_tokens: int) -> Iterator[int]:
+        """The number of each micro-batch, when its gradients alone, and its part of the loss, lie in the buffer."""
+        for batch in micro_batches:
+            self._gradients.put_loss(self._accumulate([batch], trained_tokens))
+            yield batch.number
+
+    def _find_culprits(self, micro_batches: Sequence[MicroBatch], trained_tokens: int) -> tuple[str, ...]:
+        """Compute each micro-batch again, alone, to name those, of all ranks, whose loss or gradient is not finite."""
+        found = []
+        for batch in micro_batches:
+            self._gradients.zero()
+            self._gradients.put_loss(self._accumulate([batch], trained_tokens))
+            loss, norm = self._gradients.loss_and_norm()
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
+                found.append(f"rank {self._world.rank}, micro-batch {batch.number} ({what}): {', '.join(batch.samples[:4])}")
+        return tuple(line for lines in self._world.gather_json(found) for line in lines)
 
     def _run(self, batch: MicroBatch) -> tuple[torch.Tensor, int]:
         loss, weight = self._forward(batch)

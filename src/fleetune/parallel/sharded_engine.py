@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fleetune.parallel.bits import bits_of
 from fleetune.parallel.held import Held, held_by
 from fleetune.parallel.loss_scale import LossScale
 from fleetune.parallel.native import Forward, StepSettings
@@ -27,7 +28,7 @@ from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
 
 if TYPE_CHECKING:
     from fleetune.models.causal import CausalModel
-    from fleetune.parallel.full_shard import Root
+from fleetune.parallel.full_shard import Root
 
 T = TypeVar("T")
 _SCALE_NAME, _SCALE_ROLE = "loss_scale", "engine"
@@ -75,6 +76,7 @@ class ShardedEngine:
         if applied:
             clip = self._settings.gradient_clip
             self._update(learning_rate, (clip / norm if 0 < clip < norm else 1.0) / self._scale.value)
+        overflow = self._scale.enabled and math.isfinite(loss) and not applied
         self._scale.update(math.isfinite(norm))
         return StepReport(
             loss=loss,
@@ -83,6 +85,7 @@ class ShardedEngine:
             tokens=counts.tokens,
             applied=applied,
             bytes_sent=self._world.bytes_sent - sent,
+            overflow=overflow,
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -155,6 +158,14 @@ class ShardedEngine:
         held = held_by(self._model.module.parameters(), self._optimizer)
         whole = sum(math.prod(piece.global_shape) for piece in self._trained)
         return Held(held.parameter_bytes, held.optimizer_bytes, whole, held.trained_here)
+
+    def replica(self) -> tuple[str, str]:
+        """The same pieces are held along the axis `replicate`."""
+        at = self._world.coordinates
+        mine = [(f"{piece.name}/parameter", piece.tensor) for piece in self._trained]
+        for piece, plain in zip(self._trained, self._plain):
+            mine += [(f"{piece.name}/{role.name}", self._optimizer.state[plain][role.name]) for role in self._roles]
+        return f"shard {at.shard}, tensor {at.tensor}, pipeline {at.pipeline}", bits_of(mine)
 
     def close(self) -> None:
         for piece in self._trained:

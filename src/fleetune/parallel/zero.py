@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fleetune.parallel import zero_library as library
+from fleetune.parallel.bits import bits_of
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.held import Held
 from fleetune.parallel.loss_scale import LossScale
@@ -110,6 +111,7 @@ class ZeroEngine:
         loss = self._accumulate(micro_batches, counts.trained_tokens)
         norm, applied = self._update()
         (loss,) = self._world.sum([loss])
+        overflow = self._scale.enabled and math.isfinite(loss) and not applied
         self._scale.update(math.isfinite(norm))
         return StepReport(
             loss=loss,
@@ -118,6 +120,7 @@ class ZeroEngine:
             tokens=counts.tokens,
             applied=applied,
             bytes_sent=self._world.bytes_sent + self._traffic.bytes_sent - sent,
+            overflow=overflow,
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -188,6 +191,12 @@ class ZeroEngine:
             trained_parameters=sum(torch.Size(shape_of(parameter)).numel() for _, parameter in self._named),
             trained_here=sum(flat.numel() for flat in flats),
         )
+
+    def replica(self) -> tuple[str, str]:
+        """Up to stage 2 every rank holds all parameters; what only one rank holds is compared with nothing."""
+        if self._stage == 3:
+            return f"the pieces of rank {self._world.rank}", ""
+        return "parameters", bits_of((name, parameter) for name, parameter in self._named)
 
     def close(self) -> None:
         self._engine.destroy()

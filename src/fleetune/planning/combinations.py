@@ -94,6 +94,46 @@ QUANTISATION_RULES = (
     ),
 )
 
+
+def _strict_and_not_replicated(asked: Asked) -> str | None:
+    if asked.spec.health.determinism != "strict" or asked.engine in ("", "replicated"):
+        return None
+    return f"determinism strict and {asked.layout.describe()} under the engine {asked.engine}"
+
+
+def _strict_and_threads(asked: Asked) -> str | None:
+    threads = asked.spec.layout.threads
+    if asked.spec.health.determinism != "strict" or asked.device != "cpu" or threads in (None, 1):
+        return None
+    return f"determinism strict and threads {threads}"
+
+
+def _strict_and_dynamic(asked: Asked) -> str | None:
+    both = asked.spec.health.determinism == "strict" and asked.spec.health.dynamic_batch_size
+    return "determinism strict and dynamic_batch_size" if both else None
+
+
+DETERMINISM_RULES = (
+    Rule(
+        what="`--determinism strict` and `--dynamic-batch-size`",
+        collides=_strict_and_dynamic,
+        why="a micro-batch of another size gives other last bits",
+        instead="leave out one of them, and give a --micro-batch-size that fits",
+    ),
+    Rule(
+        what="`--determinism strict` and a model that is cut into pieces",
+        collides=_strict_and_not_replicated,
+        why="its gradients are summed by the library underneath, in an order that changes with the number of ranks",
+        instead="leave out --shard, --tensor, --pipeline and --engine, or --determinism",
+    ),
+    Rule(
+        what="`--determinism strict` and `--threads` above 1 on a CPU",
+        collides=_strict_and_threads,
+        why="matrix products are cut up differently for another number of threads, which changes the last bits",
+        instead="leave out --threads, or --determinism",
+    ),
+)
+
 #: Every rule, in the order of the table.
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
@@ -103,6 +143,7 @@ RULES: tuple[Rule, ...] = (
     EXPERTS_OF_LORA,
     *QUANTISATION_RULES,
     *ZERO_RULES,
+    *DETERMINISM_RULES,
 )
 
 

@@ -145,6 +145,7 @@ def divide_step(spec: RunSpec, layout: Layout) -> Batches:
         gradient_accumulation_steps=given.gradient_accumulation_steps,
         data_ranks=data_ranks,
         sequence_length=spec.rows.sequence_length,
+        any_world=spec.health.determinism == "strict",
     )
     if batches.num_micro_batches < data_ranks:
         sharers = "processes" if data_ranks == layout.world_size else f"data ranks ({layout.describe()})"

@@ -63,10 +63,12 @@ def derive(
     gradient_accumulation_steps: int | None,
     data_ranks: int,
     sequence_length: int,
+    any_world: bool = False,
 ) -> Batches:
     """From what a person gave (None: not given) the batches of a step. Raises UserError where it does not divide.
 
     Two of the three numbers give the third; with one of them the global batch is 8 sequences unless it is the given one.
+    any_world: a micro-batch size that nobody gave must not depend on the number of data ranks; there are 8 of them, or more.
     """
     accumulation = gradient_accumulation_steps
     if global_batch_size and micro_batch_size and accumulation:
@@ -95,6 +97,7 @@ def derive(
                 f"--micro-batch-size as a divisor of it, or --global-batch-size {micro_batch_size * data_ranks}"
             )
     else:
-        limit = max(1, min(MICRO_BATCH_TOKENS // sequence_length, -(-global_batch_size // data_ranks)))
+        sharers = max(8, data_ranks) if any_world else data_ranks
+        limit = max(1, min(MICRO_BATCH_TOKENS // sequence_length, -(-global_batch_size // sharers)))
         micro_batch_size = max(size for size in range(1, limit + 1) if global_batch_size % size == 0)
     return divide(global_batch_size, micro_batch_size, data_ranks)

@@ -76,6 +76,8 @@ class StepReport:
     trained_tokens, tokens: counts over all ranks.
     applied: False where the update was not applied (a non-finite value, a loss-scale overflow).
     bytes_sent: bytes this rank gave to collectives in this step.
+    overflow: not applied because an fp16 loss scale was too large, which the engine has lowered: nothing is wrong.
+    culprits: where loss or gradient was not finite and it could be told: which rank, micro-batch and rows, a line each.
     """
 
     loss: float
@@ -84,6 +86,8 @@ class StepReport:
     tokens: int
     applied: bool
     bytes_sent: int
+    overflow: bool = False
+    culprits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ from fleetune.spec.declared import Declared, declared
 from fleetune.spec.errors import raise_if_any
 from fleetune.spec.read import Resolved
 
+#: What changes the last bits: with determinism strict it stays, whatever its field says.
+_FIXED_IF_STRICT = ("micro_batch_size", "threads", "gradient_checkpointing", "device")
+
 
 def check_resume(old: Resolved, new: Resolved) -> tuple[str, ...]:
     """Refuse, all at once, changes that would make it another run. Returns what a person should know of the others.
@@ -16,12 +19,15 @@ def check_resume(old: Resolved, new: Resolved) -> tuple[str, ...]:
     old: the run as it was written down at its start. new: what is asked now.
     """
     before, after = old.spec.flat(), new.spec.flat()
+    is_strict = before["determinism"] == after["determinism"] == "strict"
     raise_if_any(
         [
             f"{field.shown} was {_said(before[name])} ({old.origins[name]}) when the run began, and is now "
             f"{_said(after[name])} ({new.origins[name]}): leave it as it was, or begin a new run with another --run"
             for name, field in declared().items()
-            if not field.resume and name != "run" and not _same(field, before[name], after[name])
+            if not (field.resume and not (is_strict and name in _FIXED_IF_STRICT))
+            and name != "run"
+            and not _same(field, before[name], after[name])
         ]
     )
     is_stopped_early = after["max_steps"] is not None and after["max_steps"] == before["max_steps"]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from fleetune.spec.health_section import HealthSection, SurvivalSection
 from fleetune.spec.machines_section import MachinesSection
 from fleetune.spec.section import Columns, Numbers, Paths, Words
 from fleetune.spec.section import Section as _Section
@@ -204,31 +205,18 @@ class LayoutSection(_Section):
         return {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
 
 
-class SurvivalSection(_Section):
-    """What is done when something fails."""
-
-    max_restarts: int = _field(
-        3,
-        "Start again so many times in a row without a new step or checkpoint; then give up (exit code 2). Restarts that get "
-        "further do not count.",
-        ge=0,
-        resume=True,
-    )
-    hang_timeout: float = _field(
-        10.0,
-        "Seconds without a sign of life from a rank, or in one step (at least 6 times what the slow ones take), after which it "
-        "is ended and the run goes on from its last checkpoint. 0: wait for ever.",
-        ge=0.0,
-        resume=True,
-    )
-
-
 class OutputSection(_Section):
     """The run folder, and what goes into it."""
 
     run: str | None = _field(None, "The run folder. Empty: runs/ and a name made of the model, the data and the time.")
     resume: bool = _field(False, "Go on from the last complete checkpoint of --run, if there is one.", resume=True)
-    checkpoint_every: int = _field(100, "Save every so many steps; 0 saves only at the end.", ge=0, resume=True)
+    checkpoint_every: int | None = _field(
+        None,
+        "Save every so many steps; 0 only at the end. Empty: as often as pays, by what a save costs and how often the run is "
+        "interrupted (Young 1974: the square root of 2 x cost x time between failures).",
+        ge=0,
+        resume=True,
+    )
     keep_checkpoints: int = _field(2, "Complete checkpoints to keep, besides the best one.", ge=1, resume=True)
     evaluate_every: int = _field(
         0, "Evaluate on the held-out rows every so many steps; 0 only before and after.", ge=0, resume=True
@@ -259,6 +247,7 @@ class RunSpec(_Section):
     survival: SurvivalSection = SurvivalSection()
     output: OutputSection = OutputSection()
     trackers: TrackersSection = TrackersSection()
+    health: HealthSection = HealthSection()
 
     @model_validator(mode="after")
     def _fields_agree(self) -> RunSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fleetune.launch.pulse import Pulse
 from fleetune.planning.engines import choose_engine
 from fleetune.planning.zero import is_deepspeed, zero_of
-from fleetune.spec.batches import Batches, derive
+from fleetune.spec.batches import Batches, derive, divide
 from fleetune.spec.deepspeed_file import read_deepspeed
 from fleetune.spec.errors import Preempted
 from fleetune.spec.layout import derive_layout
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from fleetune.parallel.world import World
     from fleetune.parallel.zero_settings import ZeroSettings
     from fleetune.training.held_out import HeldOut
-    from fleetune.training.loop import Run
+    from fleetune.training.progress import Run
     from fleetune.training.signals import StopRequest
 
 _log = logging.getLogger(__name__)
@@ -78,11 +79,18 @@ class Parts:
     def steps(self) -> Iterator[StepBatch]:
         """This rank's batches, from where the run stands to its end."""
         from fleetune.data.loader import Loader
+        from fleetune.training.stand import plan_of
 
-        assert self.plan is not None
+        self.plan = plan_of(self)
         workers = self.spec.rows.num_workers
         with Loader(self.store, self.plan, self.batches, self.run.world.data_rank, num_workers=workers) as loader:
             yield from loader
+
+    def resize(self, micro_batch_size: int) -> None:
+        """Divide the steps that are read from now on anew; the sequences of a step, and their order, stay."""
+        size = min(micro_batch_size, self.batches.global_batch_size)
+        self.batches = divide(self.batches.global_batch_size, size, self.run.world.data_ranks)
+        self.run.progress.micro_batch_size = size
 
     def open_validation(self) -> None:
         """Open the held-out rows, and say what they are worth before the first step."""
@@ -137,19 +145,29 @@ def build(spec: RunSpec, folder: RunFolder, attempt: int, stop: StopRequest, pul
     import torch
 
     from fleetune.parallel.world import Place, World
+    from fleetune.training.room import find_room
     from fleetune.training.stand import go_on
 
     prepared = Prepared.read(folder, Place.from_environment().node)
     if spec.layout.threads:
         torch.set_num_threads(spec.layout.threads)
+    if spec.health.determinism == "strict":
+        # GPUs: sums whose order depends on the timing of threads are refused where they have no other form.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     layout = derive_layout(spec.layout.axes(), Place.from_environment().world_size)
     world = World.join(attempt=attempt, device=prepared.device, layout=layout, backend=spec.machines.backend)
     parts = None
     pulse = pulse or Pulse()
     pulse.at("load")
     try:
+        room = find_room(spec, folder, world)
+        if room.gradient_checkpointing:
+            checkpointed = spec.optimization.model_copy(update={"gradient_checkpointing": True})
+            spec = spec.model_copy(update={"optimization": checkpointed})
         parts = assemble(spec, folder, prepared=prepared, world=world, attempt=attempt, stop=stop)
         parts.run.pulse = pulse
+        parts.run.room = room
         go_on(parts)
         yield parts
     finally:
@@ -171,10 +189,12 @@ def assemble(
     from fleetune.data.store import TokenStore
     from fleetune.monitor.memory import PeakMemory
     from fleetune.parallel.engines import build_engine
-    from fleetune.training.loop import Cadence, Run
+    from fleetune.training.progress import Cadence, Policy, Run
+    from fleetune.training.room import Room
+    from fleetune.training.saving import make_saves
     from fleetune.training.spread import open_checkpoints
 
-    output = spec.output
+    output, health = spec.output, spec.health
     built = build_engine(choose_engine(spec, world.layout), engine_request(spec, prepared, world))
     checkpoints = open_checkpoints(
         folder.checkpoints,
@@ -187,15 +207,20 @@ def assemble(
         engine=built.engine,
         monitor=None,
         checkpoints=checkpoints,
+        saves=make_saves(checkpoints, world, folder, mode=health.save_mode, held=built.engine.held()),
         schedule=lambda step: 0.0,
-        cadence=Cadence(output.checkpoint_every, output.evaluate_every, output.early_stop),
+        cadence=Cadence(output.checkpoint_every, output.evaluate_every, output.early_stop, health.check_replicas_every),
+        policy=Policy(health.on_nonfinite, health.on_spike, health.skip_window),
         evaluate=lambda: None,
         stop_requested=lambda: stop.requested,
         peak_memory=PeakMemory(torch_peak(world)),
+        resize=lambda size: parts.resize(size),
+        room=Room(),
     )
     store = TokenStore.open(Path(prepared.store))
     batches = batches_of(spec, data_ranks=world.data_ranks)
-    return Parts(spec, folder, prepared, built.model, run, store, batches, stop, attempt)
+    parts = Parts(spec, folder, prepared, built.model, run, store, batches, stop, attempt)
+    return parts
 
 
 def engine_request(spec: RunSpec, prepared: Prepared, world: World) -> EngineRequest:
@@ -210,7 +235,13 @@ def engine_request(spec: RunSpec, prepared: Prepared, world: World) -> EngineReq
         world=world,
         model=wanted_model(spec, prepared),
         optimizer=OPTIMIZERS[optimization.optimizer](settings),
-        settings=StepSettings(optimization.gradient_clip, prepared.precision, spec.layout.accumulate),
+        settings=StepSettings(
+            gradient_clip=optimization.gradient_clip,
+            precision=prepared.precision,
+            accumulate=spec.layout.accumulate,
+            strict=spec.health.determinism == "strict",
+            recovers=spec.health.dynamic_batch_size,
+        ),
         zero=zero_settings(spec),
     )
 

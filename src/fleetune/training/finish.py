@@ -11,8 +11,8 @@ from fleetune.spec.run_folder import read_lines, write_json
 from fleetune.training.answers import Reply
 from fleetune.training.assess import Stopped
 from fleetune.training.build import Parts
-from fleetune.training.loop import save
 from fleetune.training.result import check_saved, published
+from fleetune.training.saving import save, settle
 
 if TYPE_CHECKING:
     from fleetune.models.causal import CausalModel
@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 def finish(parts: Parts) -> None:
     """Write the result and the summary. All ranks."""
     run = parts.run
+    settle(run)
     if run.progress.step not in run.checkpoints.all_steps():
         save(run)
     chosen = choose_best(parts)
@@ -99,6 +100,8 @@ def write_summary(parts: Parts, folder: Path, step: int, after: dict[str, Any] |
             "trained_tokens": run.progress.trained_tokens,
             "tokens": run.progress.tokens,
             "peak_memory_bytes": peak,
+            "saves": run.progress.num_saves,
+            "save_stall_s": run.progress.save_stall_s,
             "result": str(folder),
             "model": parts.spec.weights.model,
             "method": parts.spec.adaptation.method,

@@ -22,7 +22,7 @@ from fleetune.checkpoint.checkpoint import Checkpoint
 from fleetune.checkpoint.manifest import MANIFEST_NAME
 from fleetune.checkpoint.store import CheckpointStore, SaveReport
 from fleetune.checkpoint.verify import Refusal, folder_name
-from fleetune.parallel.carry import barrier_of, broadcast_bytes, receive, send
+from fleetune.parallel.carry import barrier_aside, barrier_of, broadcast_bytes, receive, send
 from fleetune.parallel.world import World
 from fleetune.spec.records import Shard
 
@@ -36,7 +36,7 @@ def open_checkpoints(
     """The checkpoints in `folder` as all ranks see them. All ranks. Whether the machines share the folder is found out."""
     common: dict[str, Any] = {"keep": keep, "fingerprints": fingerprints}
     if world.place.num_nodes == 1 or is_shared(folder, world):
-        return CheckpointStore(folder, rank=world.rank, world_size=world.world_size, barrier=world.barrier, **common)
+        return CheckpointStore(folder, rank=world.rank, world_size=world.world_size, barrier=barrier_aside(world), **common)
     at_home = sum(node == 0 for node in world.gather_json(world.node))
     barrier = barrier_of(at_home)
     if world.node == 0:

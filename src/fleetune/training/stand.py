@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fleetune.spec.batches import Batches, divide
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.run_spec import RunSpec
-from fleetune.training.loop import Progress, event
+from fleetune.training.progress import Progress, event
+from fleetune.training.room import kills, tell
 from fleetune.training.schedules import DEFAULT_LEARNING_RATE, Schedule
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def go_on(parts: Parts) -> None:
         run.progress = Progress(**checkpoint.state)
         run.engine.load(checkpoint.read)
         parts.batches = resumed_batches(parts.spec, run.progress, parts.run.world.data_ranks)
+    if run.room.micro_batch_size is not None and run.room.micro_batch_size < parts.batches.micro_batch_size:
+        parts.resize(run.room.micro_batch_size)
     parts.plan = plan_of(parts)
     progress = run.progress
     progress.global_batch_size = parts.batches.global_batch_size
@@ -43,7 +46,9 @@ def go_on(parts: Parts) -> None:
         event(run, "checkpoint_refused", cause=str(refusal))
     warn_of_space(parts)
     asked = {"from_step": progress.step, "num_steps": progress.num_steps, "last_position": parts.plan.last_position}
-    event(run, "start", **asked, **batch_sizes(parts), **sizes(parts))
+    event(run, "start", **asked, **batch_sizes(parts), **sizes(parts), oom_kills=kills())
+    if run.room.cause is not None:
+        tell(run, run.room, step=progress.step)
     if parts.prepared.validation_store is not None:
         parts.open_validation()
 

@@ -35,7 +35,7 @@ def run(folder: RunFolder, attempt: int) -> int:
     """Run one rank to its end; returns the exit code, after writing the outcome."""
     stop = StopRequest().install()
     pulse = Pulse.begin(rank_of())
-    kind, cause, code = "done", "", EXIT_DONE
+    kind, cause, code, detail = "done", "", EXIT_DONE, {}
     try:
         train_one_rank(folder, attempt, stop, pulse)
     except Preempted as preempted:
@@ -46,8 +46,19 @@ def run(folder: RunFolder, attempt: int) -> int:
     except BaseException as error:
         kind, cause, code = "crash", f"{type(error).__name__}: {error}", EXIT_CRASH
         traceback.print_exc()
-    write_outcome(folder, attempt, Outcome(kind, redacted(cause), code, rank_of(), node_of(), attempt))
+        if ran_out_of_memory(error):
+            cause = (
+                f"out of memory: {cause}; give --dynamic-batch-size, a smaller --micro-batch-size or --gradient-checkpointing"
+            )
+            detail = {"out_of_memory": True}
+    write_outcome(folder, attempt, Outcome(kind, redacted(cause), code, rank_of(), node_of(), attempt, detail=detail))
     return code
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    from fleetune.parallel.out_of_memory import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def train_one_rank(folder: RunFolder, attempt: int, stop: StopRequest, pulse: Pulse) -> None:
@@ -60,7 +71,7 @@ def train_one_rank(folder: RunFolder, attempt: int, stop: StopRequest, pulse: Pu
     spec = read_run(folder).spec
     configure_logging(level=spec.output.log_level)
     with build(spec, folder, attempt, stop, pulse) as parts:
-        train(parts.run, parts.steps())
+        train(parts.run, parts.steps)
         pulse.at("finish")
         finish(parts)
 
