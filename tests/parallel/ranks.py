@@ -21,7 +21,9 @@ from fleetune.spec.run_folder import RunFolder
 
 _context = multiprocessing.get_context("forkserver")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for its device when it is imported
-_context.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "deepspeed", "parallel.cases"])
+_context.set_forkserver_preload(
+    ["torch._dynamo", "transformers.models.llama.modeling_llama", "deepspeed", "parallel.cases", "parallel.pipeline_cases"]
+)
 _attempts = itertools.count(1000)
 
 
@@ -34,7 +36,7 @@ class Ranks:
         run = RunFolder(folder / "store")
         run.create()
         self._store = Store(Commands(), run, Surroundings(dict(os.environ), self._lifeline))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while self._store.endpoint is None:
             assert self._store.process.exit_code is None, (run.logs / "store.log").read_text()
             assert time.monotonic() < deadline, "the store did not start"
@@ -46,7 +48,7 @@ class Ranks:
         world_size: int,
         *arguments: Any,
         dying: int | None = None,
-        patience_s: float = 60.0,
+        patience_s: float = 300.0,
     ) -> list[Any]:
         """`function(world, *arguments)` on every rank; the results (JSON) in the order of ranks. Fails with a rank's error.
 
@@ -103,7 +105,7 @@ def _one_rank(
         torch.set_num_threads(1)
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
         os.environ.update({name: str(value) for name, value in place.items()}, FLEETUNE_STORE=endpoint)
-        world = World.join(attempt=attempt, timeout_s=30)
+        world = World.join(attempt=attempt, timeout_s=240)
         result = function(world, *arguments)
         (folder / f"{rank}.json").write_text(json.dumps(result))
         world.leave()

@@ -3,14 +3,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from fleetune.cli.layouts_page import with_rules
 from fleetune.cli.main import main
 from fleetune.planning.combinations import NO_TENSOR_PLAN, RULES, refusals
 from fleetune.planning.engines import choose_engine
 from fleetune.planning.rule import Asked
-from fleetune.spec.errors import UserError
 from fleetune.spec.layout import Layout
 from fleetune.spec.model_shape import read_shape
 from fleetune.spec.run_spec import RunSpec
@@ -73,9 +70,10 @@ def test_data_parallel_is_the_replicated_engines():
     command="fleetune train --engine deepspeed",
     seen="refused where it is not possible",
 )
-def test_a_layout_that_no_engine_takes_is_refused():
-    with pytest.raises(UserError, match="no engine runs replicate 2 × pipeline 2"):
-        choose_engine(RunSpec(), Layout(replicate=2, pipeline=2))
+def test_stages_are_the_pipelined_engines_which_refuses_what_it_cannot_combine(tiny_llama):
+    assert choose_engine(RunSpec(), Layout(replicate=2, pipeline=2)) == "pipelined"
+    (problem,) = refusals(Asked(RunSpec(), Layout(tensor=2, pipeline=2), "pipelined", "cpu", read_shape(tiny_llama)))
+    assert problem.startswith("pipeline 2 and tensor 2: ") and "Give --pipeline with --replicate" in problem
 
 
 @pytest.mark.claim(

@@ -20,11 +20,13 @@ from fleetune.models.blocks import prepare_blocks
 from fleetune.models.causal import CausalModel
 from fleetune.models.config import load_config
 from fleetune.models.dropout import Randomness
+from fleetune.models.part import keep_part
 from fleetune.models.probe import probe
 from fleetune.models.quantized_files import QuantizedWeights, place_quantized
 from fleetune.models.quantized_linear import quantized_layers
 from fleetune.models.stored import Naming, StoredWeights, naming
 from fleetune.spec.errors import UserError
+from fleetune.spec.stages import Stage
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMED_AT_MOST = 5
@@ -40,30 +42,35 @@ def load_model(
     gradient_checkpointing: bool = False,
     seed: int = 0,
     quantized: Path | None = None,
+    stage: Stage | None = None,
 ) -> CausalModel:
     """Load a model folder (config.json and safetensors). One process, no collective.
 
     dtype: of the forward pass, or the name of a precision (fp32, bf16, fp16). Frozen weights (`trainable` false: an
     adapter, evaluation) are held in it; stored in it on the CPU they are memory-mapped, else converted, one private copy
     per process. Trained weights are fp32 masters whatever `dtype` is. seed: of the dropouts. quantized: a folder of
-    `prepare_quantized`, whose weights take the places of the linear layers'. Raises UserError naming every missing,
+    `prepare_quantized`, whose weights take the places of the linear layers'. stage: keep the weights of one stage only (see
+    `part.py`); the others are mapped while the model is probed, and never copied. Raises UserError naming every missing,
     unexpected or mis-shaped weight.
     """
     dtype = PRECISIONS[dtype] if isinstance(dtype, str) else dtype
     folder, device = Path(folder), torch.device(device)
+    at_first = device if stage is None else torch.device("cpu")
     module = read_module(
         folder,
         dtype=torch.float32 if trainable else dtype,
-        device=device,
-        trainable=trainable,
+        device=at_first,
+        trainable=trainable and stage is None,
         allow_remote_code=allow_remote_code,
         quantized=quantized,
     )
     anatomy = Anatomy.of(module)
-    traits = probe(module, anatomy, device)
+    traits = probe(module, anatomy, at_first)
     randomness = Randomness(seed)
-    model = CausalModel(module, anatomy, traits, compute_dtype=dtype, device=device, randomness=randomness, folder=folder)
+    model = CausalModel(module, anatomy, traits, compute_dtype=dtype, device=at_first, randomness=randomness, folder=folder)
     prepare_blocks(model, gradient_checkpointing=gradient_checkpointing)
+    if stage is not None:
+        keep_part(model, stage, device=device, trainable=trainable)
     return model
 
 

@@ -26,6 +26,7 @@ from fleetune.spec.records import MicroBatch
 
 if TYPE_CHECKING:
     from fleetune.models.lora import AdapterSettings
+    from fleetune.models.part import ModelPart
 
 
 class CausalModel:
@@ -58,6 +59,9 @@ class CausalModel:
         self.adapter: AdapterSettings | None = None
         #: Whole shapes of the parameters by name: an engine may cut them later.
         self.whole_shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        #: Where only some of the blocks lie on this rank: what lets a forward run through those alone.
+        self.part: ModelPart | None = None
+        self._has_masters = module.get_submodule(anatomy.embedding).weight.dtype == torch.float32
         self._own_attention = str(module.config._attn_implementation)
         self._attention_of_rows = self._own_attention
         self._length_switch = LengthSwitch.of(module.config)
@@ -90,28 +94,42 @@ class CausalModel:
 
     def hidden(self, laid_out: LaidOut) -> torch.Tensor:
         """[N, H]: what the head is given at exactly the N positions that predict a trained token."""
+        return self.states(laid_out, to_head=self.traits.through_head).flatten(0, 1).index_select(0, laid_out.select)
+
+    def states(self, laid_out: LaidOut, *, to_head: bool) -> torch.Tensor:
+        """[R, C, H]: what comes out of the body, or what the head is given."""
         options: dict[str, Any] = {}
         if laid_out.layout == "flat":
             options = {"position_ids": laid_out.positions, "laid_out": laid_out, "randomness": self.randomness}
         with self.randomness.about(laid_out), self._autocast():
-            if self.traits.through_head:
-                states = self._at_head(laid_out.tokens, options)
-            else:
-                states = hidden_of(body_of(self.module, self.anatomy)(input_ids=laid_out.tokens, use_cache=False, **options))
-        return states.flatten(0, 1).index_select(0, laid_out.select)
+            if to_head:
+                return self._at_head(laid_out.tokens, options)
+            return hidden_of(body_of(self.module, self.anatomy)(input_ids=laid_out.tokens, use_cache=False, **options))
 
     @property
     def head(self) -> Head:
         module = self.module.get_submodule(self.anatomy.head)
         return Head(module.weight, module.bias, self.compute_dtype, self.traits.scale, self.traits.softcap)  # type: ignore[arg-type]
 
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of the hidden states between blocks."""
+        weight: Any = self.module.get_submodule(self.anatomy.embedding).weight
+        return weight.dtype
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [N, V] of hidden states [N, H]. All of them exist: give a few rows at a time."""
         return self.head.logits(hidden)
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of everything that is trained, each once, in the module's order."""
-        return ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+        """(name, parameter) of everything that is trained and lies on this rank, each once, in the module's order."""
+        trained = ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+        return ((name, parameter) for name, parameter in trained if not parameter.is_meta)
+
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of everything that is trained on any rank, by name, in the module's order."""
+        named = self.module.named_parameters()
+        return {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
 
     def save(self, tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, base_model: str) -> set[str]:
         """Write what was trained as plain files; returns the names of the tensors in them. One process calls it.
@@ -170,10 +188,6 @@ class CausalModel:
     def _autocast(self) -> torch.autocast:
         masters = self.compute_dtype != torch.float32 and self._has_masters
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=masters)
-
-    @property
-    def _has_masters(self) -> bool:
-        return self.module.get_submodule(self.anatomy.embedding).weight.dtype == torch.float32
 
 
 def choose_layout(traits: Traits, device: torch.device) -> Layout:

@@ -67,6 +67,8 @@ class LaidOut:
     select: int64 [N], slots of the flattened [R * C] that predict a trained token, in the order of the tokens.
     targets: int64 [N], the tokens they predict.
     grouping: flat only; which documents are attended together.
+    token_of_slot: int64 [R * C], the token (as a micro-batch counts them, 0 to T - 1) that each slot holds; slot_of_token:
+    int64 [T], where each token lies. documents only: in the flat layout the first T slots are the tokens.
     """
 
     layout: Layout
@@ -77,6 +79,16 @@ class LaidOut:
     targets: torch.Tensor
     origins: Origins
     grouping: Grouping | None = None
+    token_of_slot: torch.Tensor | None = None
+    slot_of_token: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens T without padding."""
+        if self.grouping is not None:
+            return self.grouping.num_tokens
+        assert self.slot_of_token is not None
+        return int(self.slot_of_token.shape[0])
 
     @property
     def weight(self) -> int:
@@ -122,7 +134,9 @@ def _documents(batch: MicroBatch, device: torch.device) -> LaidOut:
     columns = int(lengths.max())
     slots = bounds[:-1, None] + np.minimum(np.arange(columns)[None, :], lengths[:, None] - 1)
     targets = np.flatnonzero(batch.trained)
-    document = np.searchsorted(bounds, targets, side="right") - 1
+    tokens = np.arange(batch.num_tokens)
+    document = np.searchsorted(bounds, tokens, side="right") - 1
+    slot_of_token = document * columns + tokens - bounds[document]
     origins = _origins(batch)
     flat_slots = slots.reshape(-1)
     return LaidOut(
@@ -130,9 +144,11 @@ def _documents(batch: MicroBatch, device: torch.device) -> LaidOut:
         step=batch.step,
         tokens=_tensor(batch.tokens[slots], device),
         positions=None,
-        select=_tensor(document * columns + targets - 1 - bounds[document], device),
+        select=_tensor(slot_of_token[targets - 1], device),
         targets=_tensor(batch.tokens[targets], device),
         origins=Origins(origins.sequences[flat_slots], origins.positions[flat_slots]),
+        token_of_slot=_tensor(flat_slots, device),
+        slot_of_token=_tensor(slot_of_token, device),
     )
 
 

@@ -105,7 +105,11 @@ class LoraLinear(nn.Module):
         device = weight.device
         rank = settings.rank_of(name)
         bound = 1 / math.sqrt(self.in_features)  # PEFT's: kaiming_uniform_(a=sqrt(5))
-        self.lora_A = Factor(keyed_uniform((rank, self.in_features), bound, seed, f"{name}.lora_A.weight").to(device))
+        shape = (rank, self.in_features)
+        if device.type == "meta":  # the base layer lies on another rank, and so does its adapter
+            self.lora_A = Factor(torch.empty(shape, device=device))
+        else:
+            self.lora_A = Factor(keyed_uniform(shape, bound, seed, f"{name}.lora_A.weight").to(device))
         self.lora_B = Factor(torch.zeros(self.out_features, rank, device=device))
         magnitude = (
             nn.Parameter(torch.linalg.vector_norm(self.dense().detach().float(), dim=1)) if settings.kind == "dora" else None

@@ -28,7 +28,7 @@ from fleetune.spec.records import MicroBatch
 _TRIAL_LOGITS = (0.0, 1e-3, -1e-3, 0.5, -2.0, 7.0, -20.0, 60.0, -300.0, 1e5, -1e5)
 _LENGTH = 12
 #: Largest difference, relative to the largest value, that rounding explains.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _probe(model: nn.Module, anatomy: Anatomy, device: torch.device, try_flat: b
     last_changed = np.append(documents[: _LENGTH - 1], documents[-1])
     rows = torch.from_numpy(np.concatenate([last_changed, documents]).reshape(3, _LENGTH)).to(device)
     own = _own_forward(model, anatomy, rows)
-    tolerance = _TOLERANCE.get(own.at_head.dtype, 1e-4) * float(own.at_head.float().abs().max())
+    tolerance = TOLERANCE.get(own.at_head.dtype, 1e-4) * float(own.at_head.float().abs().max())
     shorter = _own_forward(model, anatomy, rows[:1, :5]).at_head[0]
     seen = max(_difference(own.at_head[1, :-1], own.at_head[0, :-1]), _difference(shorter, own.at_head[0, :5]))
     if not seen <= tolerance:

@@ -11,6 +11,7 @@ from fleetune.models.adapters import add_adapter, load_adapter
 from fleetune.models.build import PRECISIONS, load_model
 from fleetune.models.causal import CausalModel
 from fleetune.models.lora import AdapterKind
+from fleetune.spec.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,15 @@ class WantedModel:
 
 def load_whole(wanted: WantedModel, device: torch.device) -> CausalModel:
     """The whole model on one device: frozen with its adapter, or all of it trainable. One process, no collective."""
+    return _load(wanted, device, None)
+
+
+def load_stage(wanted: WantedModel, device: torch.device, stage: Stage) -> CausalModel:
+    """The blocks of one stage on a device; of the others, names and shapes. One process, no collective."""
+    return _load(wanted, device, stage)
+
+
+def _load(wanted: WantedModel, device: torch.device, stage: Stage | None) -> CausalModel:
     model = load_model(
         wanted.folder,
         dtype=wanted.dtype,
@@ -61,6 +71,7 @@ def load_whole(wanted: WantedModel, device: torch.device) -> CausalModel:
         gradient_checkpointing=wanted.gradient_checkpointing,
         seed=wanted.seed,
         quantized=wanted.quantized,
+        stage=stage,
     )
     return model if wanted.is_full else adapted(model, wanted)
 

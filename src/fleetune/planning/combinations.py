@@ -6,6 +6,7 @@ of rules is a list of its own, so that an engine's rules stand together; a rule 
 
 from __future__ import annotations
 
+from fleetune.planning.pipeline_rules import PIPELINE_RULES
 from fleetune.planning.rule import Asked, Rule
 from fleetune.planning.zero_rules import ZERO_RULES
 
@@ -143,6 +144,7 @@ RULES: tuple[Rule, ...] = (
     EXPERTS_OF_LORA,
     *QUANTISATION_RULES,
     *ZERO_RULES,
+    *PIPELINE_RULES,
     *DETERMINISM_RULES,
 )
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fleetune.planning.zero import is_deepspeed
-from fleetune.spec.errors import UserError
 from fleetune.spec.layout import Layout
 from fleetune.spec.run_spec import RunSpec
 
@@ -24,12 +23,10 @@ ENGINE_KINDS = (
     EngineKind("deepspeed", lambda spec, layout: is_deepspeed(spec)),
     EngineKind("replicated", lambda spec, layout: layout == Layout(replicate=layout.replicate)),
     EngineKind("sharded", lambda spec, layout: layout.pipeline == 1),
+    EngineKind("pipelined", lambda spec, layout: layout.pipeline > 1),
 )
 
 
 def choose_engine(spec: RunSpec, layout: Layout) -> str:
-    """The name of the engine of a run. Raises UserError where none takes it."""
-    for kind in ENGINE_KINDS:
-        if kind.takes(spec, layout):
-            return kind.name
-    raise UserError(f"no engine runs {layout.describe()}: leave out --pipeline")
+    """The name of the engine of a run. What it cannot combine is refused by the rules (`combinations.py`)."""
+    return next(kind.name for kind in ENGINE_KINDS if kind.takes(spec, layout))

@@ -12,16 +12,17 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("layout", f"{plan.layout.describe()} on {plan.layout.world_size} processes"))
     lines.append(("step", _step(plan)))
     if plan.memory is not None:
+        where = "on each rank" if plan.layout.pipeline == 1 else "on the rank of the largest stage"
         memory, up_to = (
             plan.memory,
             "at most " if (plan.precision == "auto" and plan.memory.frozen_bytes) or plan.layout.tensor > 1 else "",
         )
         lines += [
-            ("parameters", f"{up_to}{_size(memory.parameter_bytes)} on each rank{_frozen(plan)}"),
+            ("parameters", f"{up_to}{_size(memory.parameter_bytes)} {where}{_frozen(plan)}"),
             *_base(plan),
-            ("gradients", f"{_size(memory.gradient_bytes)} on each rank"),
-            ("optimizer", f"{_size(memory.optimizer_bytes)} on each rank"),
-            ("in all", f"{up_to}{_size(memory.total_bytes)} on each rank; activations come on top"),
+            ("gradients", f"{_size(memory.gradient_bytes)} {where}"),
+            ("optimizer", f"{_size(memory.optimizer_bytes)} {where}"),
+            ("in all", f"{up_to}{_size(memory.total_bytes)} {where}; activations come on top"),
         ]
     lines.append(("steps", str(plan.num_steps) if plan.num_steps is not None else "known when the rows are tokenised"))
     return lines + [("note", note) for note in plan.notes]

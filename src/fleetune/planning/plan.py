@@ -12,12 +12,14 @@ from fleetune.planning.combinations import refusals
 from fleetune.planning.engines import choose_engine
 from fleetune.planning.memory import RankMemory, quantised, rank_memory, under_zero
 from fleetune.planning.rule import Asked
+from fleetune.planning.stages import block_of, stage_weights, waiting_share
 from fleetune.planning.zero import is_deepspeed, zero_of
 from fleetune.spec.batches import Batches, derive, num_steps
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.layout import Layout
 from fleetune.spec.model_shape import ModelShape
 from fleetune.spec.run_spec import RunSpec
+from fleetune.spec.stages import RUNS_PER_RANK
 from fleetune.spec.stored_tensor import StoredTensor
 
 
@@ -115,8 +117,7 @@ def make_plan(
     is_known = method == "full" or trained is not None
     memory = None
     if is_known:
-        how = {"precision": precision, "layout": layout, "accumulate": spec.layout.accumulate}
-        memory = rank_memory(_base(shape), trained, resting=quantised(shape.linears, quantize), **how)  # type: ignore[arg-type]
+        memory = _largest_rank(spec, shape, layout, adapter)
         memory = under_zero(memory, zero_of(spec), layout.world_size) if is_deepspeed(spec) else memory
     trainable = None if not is_known else shape.num_parameters if trained is None else sum(map(math.prod, trained))
     return Plan(
@@ -132,7 +133,7 @@ def make_plan(
         memory=memory,
         num_sequences=num_sequences,
         num_steps=_num_steps(spec, batches, num_sequences),
-        notes=tuple(_notes(spec, shape)),
+        notes=(*_notes(spec, shape), *_pipeline_notes(spec, layout, batches)),
     )
 
 
@@ -158,26 +159,67 @@ def divide_step(spec: RunSpec, layout: Layout) -> Batches:
     return batches
 
 
-def _adapter(spec: RunSpec, shape: ModelShape, adapter: Mapping[str, StoredTensor] | None) -> list[tuple[int, ...]] | None:
-    """Shapes of the weights of the adapter that is trained; None where names of modules are not known yet."""
+def _largest_rank(spec: RunSpec, shape: ModelShape, layout: Layout, adapter: Mapping[str, StoredTensor] | None) -> RankMemory:
+    """Memory of the rank that holds most: that of the largest stage."""
+    how = {"precision": spec.weights.precision, "layout": layout, "accumulate": spec.layout.accumulate}
+    is_full = spec.adaptation.method == "full"
+    if layout.pipeline == 1:
+        trained = None if is_full else _adapter(spec, shape, adapter)
+        resting = quantised(shape.linears, spec.adaptation.quantize)
+        return rank_memory(_base(shape), trained, resting=resting, **how)  # type: ignore[arg-type]
+    stages = stage_weights(shape, layout.pipeline, spec.layout.pipeline_schedule)
+    memories = (
+        rank_memory(
+            _base(shape, stage.names),
+            None if is_full else _adapter(spec, shape, adapter, stage.blocks),
+            **how,  # type: ignore[arg-type]
+        )
+        for stage in stages
+    )
+    return max(memories, key=lambda memory: memory.total_bytes)
+
+
+def _pipeline_notes(spec: RunSpec, layout: Layout, batches: Batches) -> list[str]:
+    if layout.pipeline == 1:
+        return []
+    smallest = min(batches.shares)
+    share = waiting_share(smallest, layout.pipeline, RUNS_PER_RANK[spec.layout.pipeline_schedule])
+    notes = [
+        f"with {smallest} micro-batch{'es' if smallest > 1 else ''} on each data rank for {layout.pipeline} stages, a rank "
+        f"waits {100 * share:.0f} % of a step for the others: smaller micro-batches or a larger --global-batch-size make it "
+        "less"
+    ]
+    if spec.output.exact_match:
+        notes.append("answers for --exact-match need the whole model: the first rank of each share holds it while it answers")
+    return notes
+
+
+def _adapter(
+    spec: RunSpec,
+    shape: ModelShape,
+    adapter: Mapping[str, StoredTensor] | None,
+    blocks: frozenset[int] | None = None,
+) -> list[tuple[int, ...]] | None:
+    """Shapes of the weights of the adapter that is trained, in some blocks or in all; None where names of modules are not
+    known yet."""
     adaptation = spec.adaptation
     if adapter is not None:
-        return [tensor.shape for tensor in adapter.values()]
+        return [tensor.shape for name, tensor in adapter.items() if blocks is None or block_of(name) in blocks]
     if adaptation.lora_targets and (not shape.names_known or may_name_experts(shape, adaptation.lora_targets)):
         return None
-    linears = find_targets(shape, adaptation.lora_targets)
+    linears = [linear for linear in find_targets(shape, adaptation.lora_targets) if blocks is None or linear.block in blocks]
     return adapter_shapes(linears, adapter=adaptation.adapter, rank=adaptation.lora_rank)
 
 
-def _base(shape: ModelShape) -> list[tuple[tuple[int, ...], bool]]:
-    """(shape, whether it is a linear layer of a block) of every parameter of the model."""
+def _base(shape: ModelShape, names: frozenset[str] | None = None) -> list[tuple[tuple[int, ...], bool]]:
+    """(shape, whether it is a linear layer of a block) of every parameter of the model, or of those with these names."""
     linears = {(linear.block, f"{linear.name}.weight") for linear in shape.linears}
 
     def is_linear(name: str) -> bool:
         parts = name.split(".")
         return any(part.isdigit() and (int(part), ".".join(parts[at + 1 :])) in linears for at, part in enumerate(parts))
 
-    return [(tensor.shape, is_linear(name)) for name, tensor in shape.parameters.items()]
+    return [(tensor.shape, is_linear(name)) for name, tensor in shape.parameters.items() if names is None or name in names]
 
 
 def _too_long(spec: RunSpec, shape: ModelShape) -> list[str]:

@@ -46,6 +46,8 @@ def _of_another_kind(resolved: Resolved) -> Iterator[str]:
         yield from _typed(resolved, ("max_new_tokens",), "bounds answers, and none are asked for: give --exact-match too")
     if spec.optimization.warmup_steps is not None:
         yield from _typed(resolved, ("warmup",), "and warmup_steps both say how long the rate rises: give one of them")
+    if (spec.layout.pipeline or 1) == 1:
+        yield from _typed(resolved, ("pipeline_schedule",), "orders the stages of a pipeline: give --pipeline too")
     if spec.optimization.schedule == "constant":
         why = "is where the rate ends, and schedule constant stays at its peak: leave it out"
         yield from _typed(resolved, ("final_learning_rate_share",), why)

@@ -44,7 +44,8 @@ def _text(value: Any, field: Declared) -> str:
     if "\0" in value or "\n" in value:
         raise ValueError("holds a line break or a NUL")
     if field.kind == "choice" and value not in field.choices:
-        raise ValueError("is not known")
+        whys = [why for part, why in field.refused if part in value.lower()]
+        raise ValueError(whys[0] if whys else "is not known")
     return value
 
 

@@ -23,7 +23,9 @@ _LISTS: dict[Any, Kind] = {
 
 @dataclass(frozen=True)
 class Declared:
-    """One field as it is declared. limits: bounds in words, as `at least 1`. optional: whether it may be left open."""
+    """One field as it is declared. limits: bounds in words, as `at least 1`. optional: whether it may be left open.
+
+    refused: (part of a word, why it is not among the choices)."""
 
     name: str
     section: str
@@ -35,6 +37,7 @@ class Declared:
     description: str
     aliases: tuple[str, ...]
     resume: bool
+    refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def flag(self) -> str:
@@ -88,6 +91,7 @@ def _declared(name: str, section: str, info: Any) -> Declared:
         description=info.description,
         aliases=tuple(extra["aliases"]),
         resume=bool(extra["resume"]),
+        refused=extra["refused"],
     )
 
 

@@ -84,6 +84,16 @@ class ModelShape:
         return sum(self.tensors[name].num_values for _, inner, name in in_blocks if _is_expert(inner))
 
     @cached_property
+    def blocks(self) -> dict[str, int]:
+        """Number of the block that each tensor of a block lies in."""
+        return {name: block for block, _, name in _in_blocks(self.tensors, self.num_layers)}
+
+    @cached_property
+    def embeddings(self) -> tuple[str, ...]:
+        """Names of the token embedding and, where it is stored on its own, of the head."""
+        return tuple(_embeddings(self.tensors, self.vocab_size, self.hidden_size))
+
+    @cached_property
     def linears(self) -> tuple[LinearShape, ...]:
         """The linear layers of the blocks, in the order of the files. Experts and what chooses them are none."""
         in_blocks = _in_blocks(self.tensors, self.num_layers)

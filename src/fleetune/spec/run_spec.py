@@ -150,6 +150,12 @@ class OptimizationSection(_Section):
     seed: int = _field(0, "Seed of everything that is random.", ge=0, lt=2**63)
 
 
+_ZERO_BUBBLE = (
+    "computes the gradients of weights apart from those of inputs, past the hooks by which data parallel sums them over its "
+    "ranks, and is wrong there without a word"
+)
+
+
 class LayoutSection(_Section):
     """Which devices, and how the work is spread over them."""
 
@@ -195,6 +201,20 @@ class LayoutSection(_Section):
         "once: keep whole gradients and communicate at the step's end: less traffic, more memory.",
         resume=True,
     )
+    pipeline: int | None = _field(
+        None,
+        "Stages: runs of the model's blocks, each on ranks of its own, that hand micro-batches on. Empty: 1.",
+        ge=1,
+        le=1024,
+        resume=True,
+    )
+    pipeline_schedule: Literal["1f1b", "interleaved"] = _field(
+        "1f1b",
+        "Order of the micro-batches in a pipeline. 1f1b: one forward, one backward. interleaved: the same with two runs of "
+        "blocks on each rank, which halves the wait at both ends of a step and doubles what is sent.",
+        resume=True,
+        refused=(("zero", _ZERO_BUBBLE),),
+    )
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "What computes. auto: CUDA where there is a GPU.", resume=True)
     threads: int | None = _field(
         None, "Threads per process on a CPU. Empty: the cores, shared out.", ge=1, le=1024, resume=True
@@ -202,7 +222,7 @@ class LayoutSection(_Section):
 
     def axes(self) -> dict[str, int | None]:
         """What was asked of each axis of the layout, outermost first."""
-        return {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
+        return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
 
 
 class OutputSection(_Section):

@@ -13,9 +13,20 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-def declare(default: Any, help: str, *, aliases: tuple[str, ...] = (), resume: bool = False, **limits: Any) -> Any:
-    """One field of the spec. `aliases`: other tools' names for it. `resume`: whether it may change on `--resume`."""
-    extra: Any = {"aliases": list(aliases), "resume": resume}
+def declare(
+    default: Any,
+    help: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    resume: bool = False,
+    refused: tuple[tuple[str, str], ...] = (),
+    **limits: Any,
+) -> Any:
+    """One field of the spec. `aliases`: other tools' names for it. `resume`: whether it may change on `--resume`.
+
+    refused: (part of a word, why it is none of the words that may be given), for words that a person may well know.
+    """
+    extra: Any = {"aliases": list(aliases), "resume": resume, "refused": refused}
     return Field(default, description=help, json_schema_extra=extra, **limits)
 
 

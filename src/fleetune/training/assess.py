@@ -75,7 +75,7 @@ def held_out_loss(
 
 def answer_all(
     questions: Sequence[Question],
-    generate: Generate,
+    generate: Generate | None,
     tokenizer: Any,
     ranks: Ranks,
     *,
@@ -85,13 +85,16 @@ def answer_all(
 ) -> list[Reply]:
     """All ranks answer their share; every rank gets all replies, in the order of the rows. `tell` hears of this rank's own.
 
-    lockstep: all ranks must generate equally often, so one with a smaller share answers others' questions once more.
+    generate: None where another rank answers this one's share. lockstep: all ranks must generate equally often, so one with
+    a smaller share answers others' questions once more.
     """
     mine = list(questions[ranks.data_rank :: ranks.data_ranks])
     own = {question.sample for question in mine}
     if lockstep:
         mine += questions[: -(-len(questions) // ranks.data_ranks) - len(mine)]
-    said = ask(mine, generate, tokenizer, max_new_tokens=max_new_tokens, batch=ANSWER_BATCH, tell=tell)
+    said: Iterable[Reply] = ()
+    if generate is not None:
+        said = ask(mine, generate, tokenizer, max_new_tokens=max_new_tokens, batch=ANSWER_BATCH, tell=tell)
     replies = [asdict(reply) for reply in said if reply.sample in own]
     found = {reply["sample"]: Reply(**reply) for part in ranks.gather_json(replies) for reply in part}
     return [found[question.sample] for question in questions]

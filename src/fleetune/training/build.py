@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fleetune.models.causal import CausalModel
     from fleetune.models.wanted import WantedModel
     from fleetune.parallel.engines import EngineRequest
+    from fleetune.parallel.whole import WholeModel
     from fleetune.parallel.world import World
     from fleetune.parallel.zero_settings import ZeroSettings
     from fleetune.training.held_out import HeldOut
@@ -58,6 +59,7 @@ class Parts:
     folder: RunFolder
     prepared: Prepared
     model: CausalModel
+    whole: WholeModel
     run: Run
     store: TokenStore
     batches: Batches
@@ -102,7 +104,7 @@ class Parts:
         self.held_out = HeldOut.open(
             self.prepared.validation_store or "",
             engine=run.engine,
-            model=self.model,
+            whole=self.whole,
             world=run.world,
             micro_batch_tokens=self.spec.rows.sequence_length * self.batches.micro_batch_size,
             stop_requested=self._asked_meanwhile,
@@ -195,7 +197,8 @@ def assemble(
     from fleetune.training.spread import open_checkpoints
 
     output, health = spec.output, spec.health
-    built = build_engine(choose_engine(spec, world.layout), engine_request(spec, prepared, world))
+    batches = batches_of(spec, data_ranks=world.data_ranks)
+    built = build_engine(choose_engine(spec, world.layout), engine_request(spec, prepared, world, batches))
     checkpoints = open_checkpoints(
         folder.checkpoints,
         world,
@@ -218,14 +221,13 @@ def assemble(
         room=Room(),
     )
     store = TokenStore.open(Path(prepared.store))
-    batches = batches_of(spec, data_ranks=world.data_ranks)
-    parts = Parts(spec, folder, prepared, built.model, run, store, batches, stop, attempt)
-    return parts
+    whole = built.whole or partial(nullcontext, built.model)
+    return Parts(spec, folder, prepared, built.model, whole, run, store, batches, stop, attempt)
 
 
-def engine_request(spec: RunSpec, prepared: Prepared, world: World) -> EngineRequest:
+def engine_request(spec: RunSpec, prepared: Prepared, world: World, batches: Batches) -> EngineRequest:
     """What any engine is made of, in its own words: behind this, nobody sees the spec."""
-    from fleetune.parallel.engines import EngineRequest
+    from fleetune.parallel.engines import EngineRequest, PipeSettings
     from fleetune.parallel.native import StepSettings
     from fleetune.training.optimizers import OPTIMIZERS, AdamWSettings
 
@@ -243,6 +245,7 @@ def engine_request(spec: RunSpec, prepared: Prepared, world: World) -> EngineReq
             recovers=spec.health.dynamic_batch_size,
         ),
         zero=zero_settings(spec),
+        pipe=PipeSettings(spec.layout.pipeline_schedule, batches.micro_batch_size * spec.rows.sequence_length),
     )
 
 

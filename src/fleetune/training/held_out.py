@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetune.training.answers import Reply, Tell, nobody
+from fleetune.training.answers import Generate, Reply, Tell, nobody
 from fleetune.training.assess import Assessment, answer_all, assessment, held_out_loss
 
 if TYPE_CHECKING:
     from fleetune.data.store import TokenStore
     from fleetune.models.causal import CausalModel
     from fleetune.parallel.engine import Engine
+    from fleetune.parallel.whole import WholeModel
     from fleetune.parallel.world import World
 
 
@@ -22,12 +23,12 @@ class HeldOut:
     """Held-out rows with what is needed to evaluate a live model on them. Every method is called by all ranks.
 
     tokenizer: gives the tokenizer when replies are decoded. max_new_tokens: None where no exact match was asked for.
-    tell: hears how far `assess` is.
+    whole: gives the model that replies. tell: hears how far `assess` is.
     """
 
     store: TokenStore
     engine: Engine
-    model: CausalModel
+    whole: WholeModel
     world: World
     micro_batch_tokens: int
     stop_requested: Callable[[], bool]
@@ -57,7 +58,6 @@ class HeldOut:
     def assess(self) -> Assessment:
         """Loss, perplexity, and exact match where it was asked for; keeps the replies."""
         from fleetune.training.evaluation import end_tokens, questions_of
-        from fleetune.training.generation import greedy
 
         self.tell("held-out loss", 0, len(self.store.documents))
         loss, trained_tokens = self.loss()
@@ -66,22 +66,25 @@ class HeldOut:
             questions = questions_of(self.store)
             tokenizer = self.tokenizer()
             engine, stop = self.engine, end_tokens(questions, tokenizer)
-            plain = greedy(self.model, tokenizer, also_stop_at=stop, lockstep=engine.lockstep)
-
-            def generate(prompts: list[list[int]], longest: int) -> list[list[int]]:
-                return engine.live(lambda: plain(prompts, longest))
-
-            self.model.eval()
-            self.replies = answer_all(
-                questions,
-                generate,
-                tokenizer,
-                self.world,
-                max_new_tokens=self.max_new_tokens,
-                lockstep=engine.lockstep,
-                tell=self.tell,
-            )
+            with self.whole() as model:
+                self.replies = answer_all(
+                    questions,
+                    None if model is None else self._replies_of(model, tokenizer, stop),
+                    tokenizer,
+                    self.world,
+                    max_new_tokens=self.max_new_tokens,
+                    lockstep=engine.lockstep,
+                    tell=self.tell,
+                )
         return assessment(loss, trained_tokens, len(self.store.documents), self.replies)
+
+    def _replies_of(self, model: CausalModel, tokenizer: Any, stop: set[int]) -> Generate:
+        from fleetune.training.generation import greedy
+
+        engine = self.engine
+        plain = greedy(model, tokenizer, also_stop_at=stop, lockstep=engine.lockstep)
+        model.eval()
+        return lambda prompts, longest: engine.live(lambda: plain(prompts, longest))
 
     def replies_json(self) -> list[dict[str, Any]]:
         return [asdict(reply) for reply in self.replies]
