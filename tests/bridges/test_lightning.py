@@ -19,6 +19,9 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from fleetune.bridges.xturing.models import create_model
 from fleetune.bridges.xturing.trainers.lightning_trainer import TuringLightningModule
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 class Losses(pl.Callback):
     seen = []
     def on_train_batch_end(self, trainer, module, outputs, batch, index):

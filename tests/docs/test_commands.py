@@ -95,13 +95,21 @@ def reader(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
+#: The pages that a newcomer reads; the others run with the long tests.
+FIRST = ("README.md", "quickstart.md", "own-data.md", "resume.md")
+
+
 @pytest.mark.claim(
     "H43",
     command="docs/",
     seen="every command of the guides is run as a reader types it",
 )
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page.name in FIRST else pytest.mark.long) for page in PAGES],
+    ids=[str(page.relative_to(REPOSITORY)) for page in PAGES],
+)
 def test_every_command_block_of_a_page_runs(page: Path, tmp_path: Path, reader: dict[str, str], tiny_llama: Path) -> None:
     for block in blocks_of(page.read_text(encoding="utf-8")):
         for name, content in block.files.items():

@@ -9,6 +9,9 @@ import pytest
 
 from faults.harness import PATIENCE, Place
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 
 def test_a_killed_worker_of_two_is_found_in_a_second_and_nothing_is_lost(place: Place, golden: Callable[..., Path]) -> None:
     run = place.start("run", "--gpus", "2")

@@ -11,6 +11,9 @@ from faults.poison import MARK as SPOILT
 from faults.poison import events_of, ledger_of, spoil_embedding, steps_with, write_rows
 from journeys.journey import SMALL, fleetune, kill_everything, losses, start, wait_for_step
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 #: The row (from 1) that meets the spoilt embedding, once an epoch.
 ROW = 21
 WORDS = [*SMALL, "--epochs", "2", "--gpus", "2", "--data", "rows.jsonl"]

@@ -10,6 +10,9 @@ from faults.poison import events_of, gibberish, ledger_of, steps_with, write_row
 from fleetune.training.spikes import MIN_MEMORY, find_spike
 from journeys.journey import SMALL, fleetune, losses
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 ROW = 41
 WORDS = [*SMALL, "--data", "rows.jsonl", "--method", "full", "--precision", "fp32", "--epochs", "2", "--gpus", "2"]
 

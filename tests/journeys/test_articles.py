@@ -287,6 +287,9 @@ def test_the_loop_of_article_2_finetunes_evaluates_generates_saves_and_loads(pla
 from fleetune.bridges.xturing.models import BaseModel, create_model
 from fleetune.bridges.xturing.datasets import InstructionDataset
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 research_data = InstructionDataset({
     "instruction": [f"Count {n}." for n in range(16)], "text": [""] * 16, "target": [f"{n} clips" for n in range(16)],
 })

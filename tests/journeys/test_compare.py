@@ -9,6 +9,9 @@ import pytest
 
 from journeys.journey import fleetune, write_rows
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 COMMON = "common: {data: rows.jsonl, validation_share: 0.2, sequence_length: 64, global_batch_size: 4, max_steps: 3}\n"
 
 

@@ -9,6 +9,9 @@ import pytest
 
 from journeys.journey import fleetune, kill_everything, losses, rows_of, start, wait_for_step, write_rows
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'fleetune[deepspeed]'")
 
 ARTICLE = """{

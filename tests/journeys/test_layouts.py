@@ -9,6 +9,9 @@ import pytest
 
 from journeys.journey import SMALL, fleetune, losses, rows_of, samples, write_rows
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 RUN = ["--micro-batch-size", "1", "--device", "cpu", "--precision", "fp32", *SMALL]
 
 

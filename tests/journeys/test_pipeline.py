@@ -9,6 +9,9 @@ import pytest
 
 from journeys.journey import SMALL, fleetune, kill_everything, losses, rows_of, samples, start, wait_for_step, write_rows
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 WORDS = [*SMALL, "--epochs", "2", "--checkpoint-every", "4", "--lora-dropout", "0.1", "--micro-batch-size", "1",
          "--precision", "fp32"]  # fmt: skip
 

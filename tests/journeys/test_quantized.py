@@ -10,6 +10,9 @@ import pytest
 
 from journeys.journey import SMALL, fleetune, kill_everything, losses, rows_of, start, wait_for_step, write_rows
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 WORDS = ["--data", "rows.jsonl", "--validation", "held.jsonl", *SMALL, "--epochs", "2", "--micro-batch-size", "1"]
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from fleetune.cli.layouts_page import with_rules
 from fleetune.cli.main import main
 from fleetune.planning.combinations import NO_TENSOR_PLAN, RULES, refusals

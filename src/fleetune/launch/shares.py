@@ -8,8 +8,8 @@ from typing import Any
 from fleetune.launch.devices import Device
 from fleetune.launch.fleet import Fleet
 from fleetune.spec.errors import UserError, raise_if_any
+from fleetune.spec.layout_section import LayoutSection
 from fleetune.spec.machines_section import MachinesSection
-from fleetune.spec.run_spec import LayoutSection
 
 
 def share_out(fleet: Fleet, layout: LayoutSection, machines: MachinesSection) -> tuple[Device, int]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fleetune.parallel.bits import bits_of
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.held import Held, held_by
 from fleetune.parallel.loss_scale import LossScale
@@ -184,6 +185,11 @@ class PipelinedEngine:
         here = held_by((p for p in self._model.module.parameters() if not p.is_meta), self._optimizer)
         trained = sum(math.prod(shape) for shape in self._model.trained_shapes().values())
         return Held(here.parameter_bytes, here.optimizer_bytes, trained, here.trained_here)
+
+    def replica(self) -> tuple[str, str]:
+        """The data ranks of one stage hold the same."""
+        tensors = ((f"{name}/{role}", tensor) for name, role, tensor in self._tensors(owned=False))
+        return f"stage {self._world.coordinates.pipeline}", bits_of(tensors)
 
     def close(self) -> None:
         self._gradients.detach()

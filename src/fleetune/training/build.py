@@ -222,7 +222,8 @@ def assemble(
     )
     store = TokenStore.open(Path(prepared.store))
     whole = built.whole or partial(nullcontext, built.model)
-    return Parts(spec, folder, prepared, built.model, whole, run, store, batches, stop, attempt)
+    parts = Parts(spec, folder, prepared, built.model, whole, run, store, batches, stop, attempt)
+    return parts
 
 
 def engine_request(spec: RunSpec, prepared: Prepared, world: World, batches: Batches) -> EngineRequest:
