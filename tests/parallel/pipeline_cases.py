@@ -74,7 +74,7 @@ def build(world: World, model: WantedModel, *, schedule: str = "1f1b", clip: flo
     """The native engine in a world of one, a pipeline in another."""
     name = "pipelined" if world.layout.pipeline > 1 else "replicated"
     settings = StepSettings(gradient_clip=clip, precision=model.precision)
-    request = EngineRequest(world, model, toy.adamw, settings, PipeSettings(schedule, MICRO_BATCH_TOKENS))
+    request = EngineRequest(world, model, toy.adamw, settings, pipe=PipeSettings(schedule, MICRO_BATCH_TOKENS))
     return build_engine(name, request)
 
 
