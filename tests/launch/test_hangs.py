@@ -12,6 +12,9 @@ import pytest
 
 from launch.runs import PATIENCE, TinyRun
 
+#: Each waits out a real bound, several times over.
+pytestmark = pytest.mark.long
+
 #: The bound is shorter than a person's, so that the tests are too; a loaded machine must still keep a sleeping rank in time.
 HASTY = dataclasses.replace(PATIENCE, hang_s=3.0, peers_s=3.0)
 
