@@ -15,6 +15,9 @@ import hub_cache
 import tiny
 from journeys.journey import environment_of, fleetune, losses, rows_of, samples, write_rows
 
+#: Whole programs, many times over: too long for every change.
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
     "h2oai/h2ogpt-oig-oasst1-256-6_9b": "gpt_neox",
@@ -286,9 +289,6 @@ def test_the_loop_of_article_2_finetunes_evaluates_generates_saves_and_loads(pla
     script = """
 from fleetune.bridges.xturing.models import BaseModel, create_model
 from fleetune.bridges.xturing.datasets import InstructionDataset
-
-#: Whole programs, many times over: too long for every change.
-pytestmark = pytest.mark.long
 
 research_data = InstructionDataset({
     "instruction": [f"Count {n}." for n in range(16)], "text": [""] * 16, "target": [f"{n} clips" for n in range(16)],
