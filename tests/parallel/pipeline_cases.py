@@ -194,12 +194,13 @@ def not_finite(world: World, folder: str) -> dict[str, Any]:
 
 
 def half(world: World, folder: str, num_steps: int) -> list[list[float]]:
-    """[applied, loss, norm] of steps in fp16; the first ones overflow until the scale has come down."""
+    """[applied, loss, norm, overflow] of steps in fp16; the first ones overflow until the scale has come down."""
     world = within(world, {"pipeline": world.world_size})
     built = build(world, wanted(folder, "full", precision="fp16"))
     built.engine._scale.value = 2.0**24  # type: ignore[attr-defined]
     reports = [built.engine.step(share(step, world), 1e-3) for step in range(num_steps)]
-    return [[float(report.applied), report.loss, report.gradient_norm if report.applied else 0.0] for report in reports]
+    norms = [report.gradient_norm if report.applied else 0.0 for report in reports]
+    return [[float(report.applied), report.loss, norm, float(report.overflow)] for report, norm in zip(reports, norms)]
 
 
 def refusals(world: World, folder: str) -> dict[str, str]:

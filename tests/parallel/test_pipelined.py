@@ -126,6 +126,7 @@ def test_all_stages_scale_an_fp16_loss_alike(ranks: Ranks, folders: dict[str, st
     two = ranks.run(cases.half, 2, folders["llama"], 12)
     assert two[0] == two[1]
     assert [row[0] for row in two[0]] == [row[0] for row in one]
+    assert [row[3] for row in two[0]] == [1.0 - row[0] for row in two[0]], "a scale that was too large is told as that"
     assert 0.0 in [row[0] for row in one] and one[-1][0] == 1.0, "the scale never came down: the test shows nothing"
     for row, expected in zip(two[0], one):
         assert row == pytest.approx(expected, rel=2e-2)

@@ -1,4 +1,4 @@
-"""A hash of the bits of many tensors, taken where they lie: on a GPU only a thousandth of the data comes to the host."""
+"""Hashes of the bits of many tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ import torch
 _BLOCK = 4096
 
 
+def fingerprint_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """blake2b of names, shapes and all bits. tensors: (name, whole tensor on the CPU), in the same order everywhere."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors:
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def bits_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """blake2b of names, shapes and sums of the bits, block by block. tensors: (name, tensor of any dtype)."""
+    """blake2b of names, shapes and sums of the bits, block by block. tensors: (name, tensor of any dtype).
+
+    Taken where they lie: of what is on a GPU only a thousandth comes to the host.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())

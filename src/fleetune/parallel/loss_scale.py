@@ -6,11 +6,14 @@ not finite, leave the update out and halve the scale; after many good steps, dou
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
+#: Under which name and role every engine saves it.
+SCALE_NAME, SCALE_ROLE = "loss_scale", "engine"
 _HIGHEST = 2.0**24
 
 
@@ -25,6 +28,17 @@ class Scaling:
     is_fixed: bool = False
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a step. norm: of the gradient, without the scale. applied: whether it is an update; then gradients are
+    multiplied by `factor`, which takes the scale out and clips. overflow: see `StepReport`."""
+
+    norm: float
+    applied: bool
+    overflow: bool
+    factor: float
+
+
 @final
 class LossScale:
     """The scale and the number of good steps since it changed; always 1 where it is not enabled."""
@@ -34,6 +48,18 @@ class LossScale:
         self.enabled = enabled
         self.value = self._scaling.start if enabled else 1.0
         self._good_steps = 0
+
+    def judge(self, loss: float, scaled_norm: float, *, clip: float) -> Verdict:
+        """Decide on a step by its loss and the norm of its scaled gradients, and let the scale move. clip: 0 never does.
+
+        All ranks give the same numbers, and so come to the same verdict without asking each other.
+        """
+        norm = scaled_norm / self.value
+        applied = math.isfinite(loss) and math.isfinite(norm)
+        shrink = clip / norm if 0 < clip < norm else 1.0
+        verdict = Verdict(norm, applied, self.enabled and math.isfinite(loss) and not applied, shrink / self.value)
+        self.update(math.isfinite(norm))
+        return verdict
 
     def update(self, finite: bool) -> None:
         """After each step: whether its gradients were finite."""

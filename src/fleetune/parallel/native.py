@@ -6,7 +6,6 @@ any traffic; one all-reduce of that buffer; norm, check, clip, update, the same 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, final
 import torch
 
 from fleetune.models.quantized_linear import resting_parts
-from fleetune.parallel.bits import bits_of
+from fleetune.parallel.bits import bits_of, fingerprint_of
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.gradients import FlatGradients
 from fleetune.parallel.held import Held, held_by
-from fleetune.parallel.loss_scale import LossScale
+from fleetune.parallel.loss_scale import SCALE_NAME, SCALE_ROLE, LossScale
 from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
 from fleetune.parallel.ordered import OrderedSum
 from fleetune.parallel.out_of_memory import together
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 #: Runs the model on a micro-batch: (summed loss, fp32 scalar with a gradient; its weight, a number of trained tokens).
 Forward = Callable[[MicroBatch], tuple[torch.Tensor, int]]
 
-_SCALE_NAME, _SCALE_ROLE = "loss_scale", "engine"
 T = TypeVar("T")
 
 
@@ -132,26 +130,21 @@ class NativeEngine:
             self._world.sum_tensor(self._gradients.buffer)
         else:
             self._ordered.reduce(self._one_by_one(micro_batches, counts.trained_tokens))
-        # From here on every rank works on the same bits, so all come to the same decision without asking each other.
         loss, scaled_norm = self._gradients.loss_and_norm()
-        norm = scaled_norm / self._scale.value
-        applied = math.isfinite(loss) and math.isfinite(norm)
-        if applied:
-            clip = self._settings.gradient_clip
-            shrink = clip / norm if 0 < clip < norm else 1.0
-            self._gradients.multiply(shrink / self._scale.value)
+        verdict = self._scale.judge(loss, scaled_norm, clip=self._settings.gradient_clip)
+        if verdict.applied:
+            self._gradients.multiply(verdict.factor)
             self._update(learning_rate)
-        overflow = self._scale.enabled and math.isfinite(loss) and not applied
-        self._scale.update(math.isfinite(norm))
-        culprits = () if applied or overflow else self._find_culprits(micro_batches, counts.trained_tokens)
+        is_bad = not (verdict.applied or verdict.overflow)
+        culprits = self._find_culprits(micro_batches, counts.trained_tokens) if is_bad else ()
         return StepReport(
             loss=loss,
-            gradient_norm=norm,
+            gradient_norm=verdict.norm,
             trained_tokens=counts.trained_tokens,
             tokens=counts.tokens,
-            applied=applied,
+            applied=verdict.applied,
             bytes_sent=self._world.bytes_sent - sent,
-            overflow=overflow,
+            overflow=verdict.overflow,
             culprits=culprits,
         )
 
@@ -182,7 +175,7 @@ class NativeEngine:
             for name, role, tensor in self._tensors():
                 shape = tuple(tensor.shape) or (1,)
                 value = read(name, role, (0,) * len(shape), shape)
-                if role == _SCALE_ROLE and name == _SCALE_NAME:
+                if role == SCALE_ROLE and name == SCALE_NAME:
                     self._scale.restore(value)
                 else:
                     tensor.copy_(value.reshape(tensor.shape))
@@ -194,11 +187,7 @@ class NativeEngine:
 
     def fingerprint(self) -> str:
         """blake2b of names, shapes and bits of all trained parameters."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in self.full_tensors():
-            digest.update(f"{name}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return fingerprint_of(self.full_tensors())
 
     def live(self, run: Callable[[], T]) -> T:
         return run()
@@ -269,4 +258,4 @@ class NativeEngine:
             for role in self._roles:
                 yield name, role.name, state[role.name]
         if self._scale.enabled:
-            yield _SCALE_NAME, _SCALE_ROLE, self._scale.state()
+            yield SCALE_NAME, SCALE_ROLE, self._scale.state()

@@ -6,7 +6,6 @@ over data ranks, and those of weights that several stages hold over these; agree
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fleetune.parallel.bits import bits_of
+from fleetune.parallel.bits import bits_of, fingerprint_of
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.held import Held, held_by
-from fleetune.parallel.loss_scale import LossScale
+from fleetune.parallel.loss_scale import SCALE_NAME, SCALE_ROLE, LossScale
 from fleetune.parallel.native import StepSettings
 from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
 from fleetune.parallel.pipe import Pipe, StageForwards, Wire
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from fleetune.models.objective import TokenLoss
 
 T = TypeVar("T")
-
-_SCALE_NAME, _SCALE_ROLE = "loss_scale", "engine"
 
 
 def build(request: EngineRequest) -> Built:
@@ -114,23 +111,20 @@ class PipelinedEngine:
         summed = self._run(micro_batches, self._scale.value / counts.trained_tokens)
         self._gradients.reduce()
         loss, scaled_norm = self._agree(float(summed) / counts.trained_tokens, self._gradients.norm())
-        norm = scaled_norm / self._scale.value
-        applied = math.isfinite(loss) and math.isfinite(norm)
-        if applied:
-            clip = self._settings.gradient_clip
-            shrink = clip / norm if 0 < clip < norm else 1.0
-            self._gradients.multiply(shrink / self._scale.value)
+        verdict = self._scale.judge(loss, scaled_norm, clip=self._settings.gradient_clip)
+        if verdict.applied:
+            self._gradients.multiply(verdict.factor)
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
             self._optimizer.step()
-        self._scale.update(math.isfinite(norm))
         return StepReport(
             loss=loss,
-            gradient_norm=norm,
+            gradient_norm=verdict.norm,
             trained_tokens=counts.trained_tokens,
             tokens=counts.tokens,
-            applied=applied,
+            applied=verdict.applied,
             bytes_sent=self._world.bytes_sent - sent,
+            overflow=verdict.overflow,
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -157,7 +151,7 @@ class PipelinedEngine:
                 shape = tuple(tensor.shape) or (1,)
                 tensor.copy_(read(name, role, (0,) * len(shape), shape).reshape(tensor.shape))
             if self._scale.enabled:
-                self._scale.restore(read(_SCALE_NAME, _SCALE_ROLE, (0,), (2,)))
+                self._scale.restore(read(SCALE_NAME, SCALE_ROLE, (0,), (2,)))
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trained parameter of all stages on the CPU, one at a time, in the model's order."""
@@ -172,11 +166,7 @@ class PipelinedEngine:
 
     def fingerprint(self) -> str:
         """blake2b of names, shapes and bits of all trained parameters."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in self.full_tensors():
-            digest.update(f"{name}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return fingerprint_of(self.full_tensors())
 
     def live(self, run: Callable[[], T]) -> T:
         return run()  # what it runs is a whole model of its own (see `whole.gathered`)
@@ -226,7 +216,7 @@ class PipelinedEngine:
             for role in self._roles:
                 yield name, role.name, state[role.name]
         if owned and stage == 0 and self._scale.enabled:
-            yield _SCALE_NAME, _SCALE_ROLE, self._scale.state()
+            yield SCALE_NAME, SCALE_ROLE, self._scale.state()
 
 
 def _nothing(step: int) -> MicroBatch:

@@ -7,7 +7,6 @@ averaging is off: the loss is divided by the trained tokens of the whole global 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar, final
@@ -16,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fleetune.parallel.bits import bits_of
+from fleetune.parallel.bits import bits_of, fingerprint_of
 from fleetune.parallel.held import Held, held_by
-from fleetune.parallel.loss_scale import LossScale
+from fleetune.parallel.loss_scale import SCALE_NAME, SCALE_ROLE, LossScale
 from fleetune.parallel.native import Forward, StepSettings
 from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
 from fleetune.parallel.pieces import Piece, Pieces
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 from fleetune.parallel.full_shard import Root
 
 T = TypeVar("T")
-_SCALE_NAME, _SCALE_ROLE = "loss_scale", "engine"
 
 
 @final
@@ -71,21 +69,17 @@ class ShardedEngine:
         mine = self._accumulate(micro_batches, counts)
         self._sum_partial_gradients()
         loss, scaled_norm = self._agree(mine)
-        norm = scaled_norm / self._scale.value
-        applied = math.isfinite(loss) and math.isfinite(norm)
-        if applied:
-            clip = self._settings.gradient_clip
-            self._update(learning_rate, (clip / norm if 0 < clip < norm else 1.0) / self._scale.value)
-        overflow = self._scale.enabled and math.isfinite(loss) and not applied
-        self._scale.update(math.isfinite(norm))
+        verdict = self._scale.judge(loss, scaled_norm, clip=self._settings.gradient_clip)
+        if verdict.applied:
+            self._update(learning_rate, verdict.factor)
         return StepReport(
             loss=loss,
-            gradient_norm=norm,
+            gradient_norm=verdict.norm,
             trained_tokens=counts.trained_tokens,
             tokens=counts.tokens,
-            applied=applied,
+            applied=verdict.applied,
             bytes_sent=self._world.bytes_sent - sent,
-            overflow=overflow,
+            overflow=verdict.overflow,
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -122,7 +116,7 @@ class ShardedEngine:
                     elif not any(piece.offset):
                         yield Shard(piece.name, role.name, (1,), (0,), value.reshape(1))
         if self._scale.enabled and self._world.rank == 0:
-            yield Shard(_SCALE_NAME, _SCALE_ROLE, (2,), (0,), self._scale.state())
+            yield Shard(SCALE_NAME, SCALE_ROLE, (2,), (0,), self._scale.state())
 
     def load(self, read: ShardReader) -> None:
         """Restore this rank's pieces from a checkpoint of any layout. Raises KeyError for what it lacks."""
@@ -139,7 +133,7 @@ class ShardedEngine:
                     elif piece.tensor.numel():
                         state[role.name].copy_(read(piece.name, role.name, piece.offset, shape))
         if self._scale.enabled:
-            self._scale.restore(read(_SCALE_NAME, _SCALE_ROLE, (0,), (2,)))
+            self._scale.restore(read(SCALE_NAME, SCALE_ROLE, (0,), (2,)))
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trained parameter, whole, on the CPU, one at a time. All ranks take each."""
@@ -148,11 +142,7 @@ class ShardedEngine:
 
     def fingerprint(self) -> str:
         """blake2b of names, shapes and bits of all trained parameters; the same in every layout."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in self.full_tensors():
-            digest.update(f"{name}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return fingerprint_of(self.full_tensors())
 
     def held(self) -> Held:
         held = held_by(self._model.module.parameters(), self._optimizer)

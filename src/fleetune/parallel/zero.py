@@ -8,7 +8,6 @@ sum over its trained tokens, divided by those of the whole global batch, times t
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -19,10 +18,10 @@ import torch
 from torch import nn
 
 from fleetune.parallel import zero_library as library
-from fleetune.parallel.bits import bits_of
+from fleetune.parallel.bits import bits_of, fingerprint_of
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.held import Held
-from fleetune.parallel.loss_scale import LossScale
+from fleetune.parallel.loss_scale import SCALE_NAME, SCALE_ROLE, LossScale
 from fleetune.parallel.native import Forward, StepSettings, TrainedModel, forward_of
 from fleetune.parallel.optimizer_state import OptimizerFactory
 from fleetune.parallel.step_counts import check_weight, count_step
@@ -31,7 +30,6 @@ from fleetune.parallel.zero_settings import ZeroSettings, deepspeed_config, scal
 from fleetune.parallel.zero_state import Holding, Pieces, Split, Whole, fill_moments, load_into, shape_of, shards_of
 from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
 
-_SCALE_NAME, _SCALE_ROLE = "loss_scale", "engine"
 T = TypeVar("T")
 
 #: Two tokens of which one is trained: what a rank runs, times zero, while the others still have micro-batches.
@@ -143,13 +141,13 @@ class ZeroEngine:
         )
         if self._scale.enabled and self._world.rank == 0:
             state = self._scale.state()
-            yield Shard(_SCALE_NAME, _SCALE_ROLE, tuple(state.shape), (0,), state)
+            yield Shard(SCALE_NAME, SCALE_ROLE, tuple(state.shape), (0,), state)
 
     def load(self, read: ShardReader) -> None:
         """Restore everything, from a checkpoint of any engine. Raises KeyError for what the checkpoint lacks."""
         load_into(self._named, self._holding, self._optimizer, read)
         if self._scale.enabled:
-            self._scale.restore(read(_SCALE_NAME, _SCALE_ROLE, (0,), (2,)))
+            self._scale.restore(read(SCALE_NAME, SCALE_ROLE, (0,), (2,)))
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trained parameter on the CPU, one at a time, in the model's order; under stage 3 put together for it."""
@@ -159,11 +157,7 @@ class ZeroEngine:
 
     def fingerprint(self) -> str:
         """blake2b of names, shapes and bits of all trained parameters."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in self.full_tensors():
-            digest.update(f"{name}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return fingerprint_of(self.full_tensors())
 
     @property
     def lockstep(self) -> bool:
