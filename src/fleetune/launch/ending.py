@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import final
 
 from fleetune.spec.records import Outcome
 from fleetune.spec.run_folder import RunFolder, read_json, read_lines
@@ -105,6 +106,24 @@ def progress(folder: RunFolder) -> tuple[int, int]:
             if match and (path / "manifest.json").exists():
                 checkpoints.append(int(match[1]))
     return max(checkpoints), last_step(folder) or 0
+
+
+@final
+class Headway:
+    """Whether a run that is started again and again gets anywhere. step: the highest committed one, when last looked.
+    fruitless: attempts in a row that brought neither a new step nor a new checkpoint."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._best = progress(folder)
+        self.step, self.fruitless = self._best[1], 0
+
+    def look(self) -> None:
+        """After a failed attempt."""
+        reached = progress(self._folder)
+        self.fruitless = 0 if any(now > then for now, then in zip(reached, self._best)) else self.fruitless + 1
+        self._best = (max(self._best[0], reached[0]), max(self._best[1], reached[1]))
+        self.step = reached[1]
 
 
 def next_attempt(folder: RunFolder) -> int:

@@ -13,18 +13,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, final
 
-from fleetune.launch.ending import Ending, next_attempt, progress
+from fleetune.launch.ending import Ending, Headway, next_attempt, progress
 from fleetune.launch.evidence import NodeEnding, joined_ending, prepared_differences
 from fleetune.launch.fleet import Fleet, FleetNode, described
 from fleetune.launch.fleet_store import FleetStore
 from fleetune.launch.lease import Lease
 from fleetune.launch.lifeline import Lifeline
 from fleetune.launch.processes import Surroundings
+from fleetune.launch.record import Record
 from fleetune.launch.request import Launch, environment_of
 from fleetune.launch.stop import StopSignals
-from fleetune.launch.supervisor import EXIT_CODES, say_on_stderr
+from fleetune.launch.supervisor import EXIT_CODES, last_words, say_on_stderr
 from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
-from fleetune.spec.run_folder import RunFolder, append_line
+from fleetune.spec.run_folder import RunFolder
 
 #: How long a node may take to make its run folder, and what its supervisor gets beyond its own patience.
 _OPEN_S, _GRACE_S = 60.0, 8.0
@@ -68,6 +69,7 @@ class _FleetRun:
     ) -> None:
         self._folder, self._fleet, self._launch, self._stop = folder, fleet, launch, stop
         self._on_poll, self._say, self._patience = on_poll, say, launch.patience
+        self._record = Record(folder)
         self._attempt = next_attempt(folder)
         self._lifeline = Lifeline()
         surroundings = Surroundings(environment_of(launch)[0], self._lifeline)
@@ -84,25 +86,23 @@ class _FleetRun:
         code = self._prepare(self._fleet.nodes)
         if code is not None:
             return code
-        best, fruitless = progress(self._folder), 0
+        headway = Headway(self._folder)
         while True:
             ending = self._attempt_once()
             if ending.kind != "crash":
                 return self._finish(ending)
-            reached = progress(self._folder)
-            fruitless = 0 if any(now > then for now, then in zip(reached, best)) else fruitless + 1
-            best = (max(best[0], reached[0]), max(best[1], reached[1]))
+            headway.look()
             self._event("failure", ending, log=str(ending.log) if ending.log else None)
             if self._stop.requested is not None:
                 return self._finish(ending)
-            if fruitless > self._patience.restarts:
+            if headway.fruitless > self._patience.restarts:
                 self._event("gave_up", ending, restarts=self._patience.restarts)
                 self._say(f"error: gave up after {self._patience.restarts} restarts without progress")
                 self._finish(ending)
                 return EXIT_USER  # nobody should start it again as it is
             self._attempt += 1
-            delay = self._patience.backoff(fruitless)
-            self._event("restart", None, cause=ending.cause, step=reached[1] or None, delay_s=delay)
+            delay = self._patience.backoff(headway.fruitless)
+            self._event("restart", None, cause=ending.cause, step=headway.step or None, delay_s=delay)
             if not self._pause(delay):
                 return self._stopped("between two attempts: the last checkpoint stands")
 
@@ -266,14 +266,10 @@ class _FleetRun:
     def _finish(self, ending: Ending) -> int:
         """Say how the run ended; returns its exit code."""
         self._event("stop", ending, kind=ending.kind)
-        if ending.kind == "crash":
-            self._say(f"error: {ending.text()}" if not self._stop.insisted else f"error: {ending.cause}")
-            if progress(self._folder)[0]:
-                self._say("the last checkpoint stands: go on with --resume")
-        elif ending.kind != "done":
-            prefix = "error: " if ending.kind == "user" else ""
-            for line in ending.cause.splitlines():
-                self._say(f"{prefix}{line}")
+        for line in last_words(ending, insisted=self._stop.insisted):
+            self._say(line)
+        if ending.kind == "crash" and progress(self._folder)[0]:
+            self._say("the last checkpoint stands: go on with --resume")
         return EXIT_CODES[ending.kind]
 
     def _stopped(self, when: str) -> int:
@@ -304,9 +300,4 @@ class _FleetRun:
         time.sleep(max(0.0, self._patience.poll_s - (time.monotonic() - began)))
 
     def _event(self, what: str, ending: Ending | None, **more: Any) -> None:
-        row: dict[str, Any] = {"event": what, "attempt": self._attempt, "time": round(time.time(), 3)}
-        if ending is not None:
-            node = ending.node if ending.rank is not None else None
-            row |= {"rank": ending.rank, "node": node, "step": ending.step, "cause": ending.cause or None}
-        row |= more
-        append_line(self._folder.events, {key: value for key, value in row.items() if value is not None})
+        self._record.event(what, self._attempt, ending, **more)

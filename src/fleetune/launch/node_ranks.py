@@ -6,17 +6,15 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from fleetune.launch.child import Call
-from fleetune.launch.ending import describe_exit, first_error
 from fleetune.launch.evidence import NodeEnding
 from fleetune.launch.ground import Ground
-from fleetune.launch.processes import LogTail, Process
+from fleetune.launch.preparation import Preparation
 from fleetune.launch.record import Record
 from fleetune.launch.request import Launch
 from fleetune.launch.size import Size
 from fleetune.launch.stop import StopSignals
 from fleetune.launch.team import Team
-from fleetune.launch.watch import Watch
+from fleetune.launch.watch import Watch, unkillable
 from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER
 from fleetune.spec.run_folder import RunFolder
 
@@ -32,7 +30,7 @@ class NodeRanks:
         self._poll, self._say = poll, say
         self._ground = Ground(folder, launch, Size(launch.num_processes, launch.num_processes), say)
         self._record = Record(folder, keeps=launch.node == 0)  # one node tells of the whole run's steps
-        self._preparation: Process | None = None
+        self._preparation: Preparation | None = None
         self._team: Team | None = None
         self._waiting = ("first_step", time.monotonic())
 
@@ -40,28 +38,12 @@ class NodeRanks:
         """Run the preparation, while the workers' imports begin; returns an exit code. What is to be mended is said."""
         self._ground.ready()
         log = self._folder.node_log("prepare", self._launch.node, attempt)
-        tail = LogTail(log)
-        call = Call(self._launch.commands.prepare, (str(self._folder.path), *self._launch.prepare_arguments))
-        self._preparation = process = Process(call, log, self._ground.surroundings)
-        deadline: float | None = None
-        while process.exit_code is None:
-            if self._stop.requested is not None and deadline is None:
-                deadline = time.monotonic() + self._launch.patience.cleanup_s
-                process.terminate()
-            if self._stop.insisted or (deadline is not None and time.monotonic() > deadline):
-                process.kill()
-            self._beat()
-            for line in tail.new_lines():
-                self._say(line)
-        for line in tail.new_lines():
-            self._say(line)
-        code = process.exit_code
-        process.kill()  # whatever it may have started itself
+        self._preparation = preparation = Preparation(self._folder, self._launch, self._ground.surroundings, log)
+        code = preparation.follow(self._stop, beat=self._beat, say=self._say)
         if self._stop.requested is not None:
             return EXIT_PREEMPTED
         if code not in (EXIT_DONE, EXIT_USER):
-            cause = (first_error(log) if code and code > 0 else None) or describe_exit(code)
-            self._say(f"error: the preparation failed: {cause}; see {log}")
+            self._say(f"error: {preparation.failure()}; see {log}")
             return EXIT_CRASH
         return code
 
@@ -79,7 +61,7 @@ class NodeRanks:
         self._team = None
         self._waiting = ("recovered", watch.detected_at if watch.detected_at is not None else time.monotonic())
         if left:
-            self._say(f"warning: processes {left} do not end, not even by SIGKILL: they hang in the system (a device, a disk)")
+            self._say(unkillable(left))
         assert watch.evidence is not None
         return NodeEnding(ending, watch.evidence, hangs=watch.hang is not None and ending is watch.hang)
 

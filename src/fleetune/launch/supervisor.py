@@ -8,18 +8,17 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import final
 
-from fleetune.launch.child import Call
 from fleetune.launch.devices import count_gpus
-from fleetune.launch.ending import Ending, describe_exit, first_error, next_attempt, progress
+from fleetune.launch.ending import Ending, Headway, next_attempt
 from fleetune.launch.ground import Ground
 from fleetune.launch.lease import Lease
-from fleetune.launch.processes import LogTail, Process
+from fleetune.launch.preparation import Preparation
 from fleetune.launch.record import Record
 from fleetune.launch.request import Launch
 from fleetune.launch.size import Size, take_request
 from fleetune.launch.stop import StopSignals
 from fleetune.launch.team import Team
-from fleetune.launch.watch import Watch
+from fleetune.launch.watch import Watch, unkillable
 from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
 from fleetune.spec.run_folder import RunFolder
 
@@ -56,6 +55,16 @@ def say_on_stderr(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def last_words(ending: Ending, *, insisted: bool) -> list[str]:
+    """What a person hears at the end of a run; nothing where it is done. insisted: by a second Ctrl-C."""
+    if ending.kind == "done":
+        return []
+    if ending.kind == "crash":
+        return [f"error: {ending.cause if insisted else ending.text()}"]
+    prefix = "error: " if ending.kind == "user" else ""
+    return [f"{prefix}{line}" for line in ending.cause.splitlines()]
+
+
 @final
 class _Supervision:
     def __init__(
@@ -63,7 +72,7 @@ class _Supervision:
     ) -> None:
         self._folder, self._launch, self._stop = folder, launch, stop
         self._on_poll, self._say = on_poll, say
-        self._commands, self._patience = launch.commands, launch.patience
+        self._patience = launch.patience
         self._record = Record(folder)
         at_least = launch.num_processes if launch.min_processes is None else launch.min_processes
         count = count_gpus if launch.device == "cuda" else None
@@ -72,7 +81,7 @@ class _Supervision:
         self._attempt = next_attempt(folder)
         self._waiting = ("first_step", time.monotonic())
         self._asked_size: int | None = None
-        self._preparation: Process | None = None
+        self._preparation: Preparation | None = None
         self._team: Team | None = None
 
     def run(self) -> int:
@@ -82,7 +91,7 @@ class _Supervision:
         code = self._prepare()
         if code is not None:
             return code
-        best, fruitless = progress(self._folder), 0
+        headway = Headway(self._folder)
         while True:
             ending = self._attempt_once()
             if ending.kind == "preempted" and self._stop.requested is None and self._asked_size is not None:
@@ -93,18 +102,16 @@ class _Supervision:
                 continue
             if ending.kind != "crash":
                 return self._finish(ending)
-            reached = progress(self._folder)
-            fruitless = 0 if any(now > then for now, then in zip(reached, best)) else fruitless + 1
-            best = (max(best[0], reached[0]), max(best[1], reached[1]))
+            headway.look()
             if self._stop.requested is not None:
                 return self._finish(ending)
             if self._resize(ending):
-                fruitless = 0  # another run in a way: it gets its own tries
-            if fruitless > self._patience.restarts:
+                headway.fruitless = 0  # another run in a way: it gets its own tries
+            if headway.fruitless > self._patience.restarts:
                 return self._give_up(ending)
             self._attempt += 1
-            delay = self._patience.backoff(fruitless)
-            self._record.event("restart", self._attempt, None, cause=ending.cause, step=reached[1] or None, delay_s=delay)
+            delay = self._patience.backoff(headway.fruitless)
+            self._record.event("restart", self._attempt, None, cause=ending.cause, step=headway.step or None, delay_s=delay)
             self._ground.ready()
             if not self._pause(delay):
                 return self._stopped("between two attempts: the last checkpoint stands")
@@ -146,31 +153,15 @@ class _Supervision:
     def _prepare(self) -> int | None:
         """Run the preparation; None where it is done, else the exit code of the run."""
         log = self._folder.logs / f"prepare-attempt-{self._attempt:03d}.log"
-        tail = LogTail(log)
-        call = Call(self._commands.prepare, (str(self._folder.path), *self._launch.prepare_arguments))
-        self._preparation = process = Process(call, log, self._ground.surroundings)
-        deadline: float | None = None
-        while process.exit_code is None:
-            if self._stop.requested is not None and deadline is None:
-                deadline = time.monotonic() + self._patience.cleanup_s
-                process.terminate()
-            if self._stop.insisted or (deadline is not None and time.monotonic() > deadline):
-                process.kill()
-            self._beat()
-            for line in tail.new_lines():
-                self._say(line)
-        for line in tail.new_lines():
-            self._say(line)
-        code = process.exit_code
-        process.kill()  # whatever it may have started itself
+        self._preparation = preparation = Preparation(self._folder, self._launch, self._ground.surroundings, log)
+        code = preparation.follow(self._stop, beat=self._beat, say=self._say)
         if self._stop.requested is not None:
             return self._stopped("while preparing: nothing was trained")
         if code == EXIT_DONE:
             return None
         if code == EXIT_USER:
             return EXIT_USER  # what is to be mended has been said
-        cause = (first_error(log) if code and code > 0 else None) or describe_exit(code)
-        ending = Ending("crash", f"the preparation failed: {cause}", log=log)
+        ending = Ending("crash", preparation.failure(), log=log)
         self._record.event("failure", self._attempt, ending, log=str(log))
         self._say(f"error: {ending.cause}; see {log}")
         return EXIT_CRASH
@@ -190,7 +181,7 @@ class _Supervision:
         ending, left = watch.end()
         self._team = None
         if left:
-            self._say(f"warning: processes {left} do not end, not even by SIGKILL: they hang in the system (a device, a disk)")
+            self._say(unkillable(left))
         if self._stop.insisted:
             ending = Ending("crash", "killed at the second Ctrl-C: the last checkpoint stands")
         if ending.kind == "crash":
@@ -211,12 +202,8 @@ class _Supervision:
     def _finish(self, ending: Ending) -> int:
         """Say how the run ended; returns its exit code."""
         self._record.event("stop", self._attempt, ending, kind=ending.kind)
-        if ending.kind == "crash":
-            self._say(f"error: {ending.text()}" if not self._stop.insisted else f"error: {ending.cause}")
-        elif ending.kind != "done":
-            prefix = "error: " if ending.kind == "user" else ""
-            for line in ending.cause.splitlines():
-                self._say(f"{prefix}{line}")
+        for line in last_words(ending, insisted=self._stop.insisted):
+            self._say(line)
         return EXIT_CODES[ending.kind]
 
     def _stopped(self, when: str) -> int:

@@ -22,6 +22,10 @@ from fleetune.spec.run_folder import RunFolder
 _PICTURE_S = 1.0
 
 
+def unkillable(processes: list[int]) -> str:
+    return f"warning: processes {processes} do not end, not even by SIGKILL: they hang in the system (a device, a disk)"
+
+
 @final
 class Watch:
     """One attempt of a run. Call `follow`, then `end`.
