@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_article import ARTICLE
 from journeys.journey import fleetune, kill_everything, losses, rows_of, start, wait_for_step, write_rows
 
 #: Whole programs, many times over: too long for every change.
@@ -14,27 +15,6 @@ pytestmark = pytest.mark.long
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'fleetune[deepspeed]'")
 
-ARTICLE = """{
-  "train_batch_size": 32,
-  "gradient_accumulation_steps": 4,
-  "optimizer": {
-    "type": "AdamW",
-    "params": {
-      "lr": 5e-5
-    }
-  },
-  "zero_optimization": {
-    "stage": 2,
-    "offload_optimizer": {
-      "device": "cpu"
-    }
-  },
-  "fp16": {
-    "enabled": true,
-    "loss_scale": 0,
-    "loss_scale_window": 1000
-  }
-}"""
 SMALL = ["--sequence-length", "64", "--global-batch-size", "4", "--learning-rate", "1e-2", "--precision", "fp32"]
 
 

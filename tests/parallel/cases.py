@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,61 +144,43 @@ def nothing_trained(world: World) -> str:
 
 def one_rank_is_not_finite(world: World) -> dict[str, Any]:
     """The last rank's loss overflows in the second step; the third is as if the second had not been."""
-    model = toy.Toy()
-    broken = False
-
-    def forward(batch: Any) -> tuple[torch.Tensor, int]:
-        loss, weight = model.forward(batch)
-        return (loss * float("inf") if broken else loss), weight
-
-    engine = toy.NativeEngine(model, forward, world=world, optimizer=toy.adamw, settings=toy.StepSettings(gradient_clip=1.0))
-    first = engine.step(toy.share(0, world), 0.01)
-    before = engine.fingerprint()
-    broken = world.rank == world.world_size - 1
-    second = engine.step(toy.share(1, world), 0.01)
-    broken = False
-    unchanged = engine.fingerprint() == before
-    third = engine.step(toy.share(2, world), 0.01)
-
-    reference = toy.build(world)
-    reference.step(toy.share(0, world), 0.01)
-    expected = reference.step(toy.share(2, world), 0.01)
-    return {
-        "applied": [first.applied, second.applied, third.applied],
-        "loss": str(second.loss),
-        "unchanged": unchanged,
-        "as_if_it_had_not_been": third == expected and engine.fingerprint() == reference.fingerprint(),
-    }
+    return _broken_in_the_second_step(world, lambda model, loss: loss * float("inf"))
 
 
 def one_rank_has_a_bad_gradient(world: World) -> dict[str, Any]:
     """The last rank's loss is finite in the second step, its gradient is not; the third is as if the second had not been."""
+    # the root of 0 is 0, and its slope is infinite
+    return _broken_in_the_second_step(world, lambda model, loss: loss + (model.module[0].weight.sum() * 0.0).sqrt())
+
+
+def _broken_in_the_second_step(world: World, break_loss: Callable[[toy.Toy, torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     model = toy.Toy()
     broken = False
 
     def forward(batch: Any) -> tuple[torch.Tensor, int]:
         loss, weight = model.forward(batch)
-        nothing = model.module[0].weight.sum() * 0.0
-        return (loss + nothing.sqrt() if broken else loss), weight  # the root of 0 is 0, and its slope is infinite
+        return (break_loss(model, loss) if broken else loss), weight
 
     engine = toy.NativeEngine(model, forward, world=world, optimizer=toy.adamw, settings=toy.StepSettings(gradient_clip=1.0))
     first = engine.step(toy.share(0, world), 0.01)
-    before = engine.replica()
+    parameters, everything = engine.fingerprint(), engine.replica()
     broken = world.rank == world.world_size - 1
     second = engine.step(toy.share(1, world), 0.01)
     broken = False
-    unchanged = engine.replica() == before
+    unchanged = (engine.fingerprint(), engine.replica()) == (parameters, everything)
     third = engine.step(toy.share(2, world), 0.01)
 
     reference = toy.build(world)
     reference.step(toy.share(0, world), 0.01)
     expected = reference.step(toy.share(2, world), 0.01)
+    is_same = engine.fingerprint() == reference.fingerprint() and engine.replica() == reference.replica()
     return {
         "applied": [first.applied, second.applied, third.applied],
+        "loss": str(second.loss),
         "finite_loss": math.isfinite(second.loss),
         "unchanged": unchanged,
         "culprits": second.culprits,
-        "as_if_it_had_not_been": third == expected and engine.replica() == reference.replica(),
+        "as_if_it_had_not_been": third == expected and is_same,
     }
 
 

@@ -8,32 +8,11 @@ from typing import Any
 
 import pytest
 
+from deepspeed_article import ARTICLE
 from fleetune.spec.deepspeed_file import DeepSpeedFile, read_deepspeed
 from fleetune.spec.errors import UserError
 from fleetune.spec.given import flags_given
 from fleetune.spec.read import resolve
-
-ARTICLE = """{
-  "train_batch_size": 32,
-  "gradient_accumulation_steps": 4,
-  "optimizer": {
-    "type": "AdamW",
-    "params": {
-      "lr": 5e-5
-    }
-  },
-  "zero_optimization": {
-    "stage": 2,
-    "offload_optimizer": {
-      "device": "cpu"
-    }
-  },
-  "fp16": {
-    "enabled": true,
-    "loss_scale": 0,
-    "loss_scale_window": 1000
-  }
-}"""
 
 #: As the documentation of another trainer has it.
 COMMON = {

@@ -21,10 +21,6 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
 
-    @property
-    def vocabulary_size(self) -> int:
-        return int(self.weight.shape[0])
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., H] -> fp32 [..., V], with a gradient; for evaluation and generation, a few rows at a time."""
         bias = None if self.bias is None else self.bias.to(self.dtype)

@@ -41,8 +41,3 @@ class Prepared:
         values = read_json(folder.prepared_on(node))
         values.pop("version")
         return Prepared(**values)
-
-
-def precision_dtype(precision: str) -> str:
-    """The torch dtype's name of a precision."""
-    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
