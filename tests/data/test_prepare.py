@@ -264,3 +264,14 @@ def test_a_request_has_every_field_of_the_spec(tmp_path: Path) -> None:
 def test_no_data_is_an_error(prepare: Prepare) -> None:
     with pytest.raises(UserError, match="add --data FILE"):
         prepare()
+
+
+def test_the_system_text_is_told_where_all_conversations_begin_with_one(tmp_path: Path, prepare: Prepare) -> None:
+    def report_of(name: str, *systems: str) -> str:
+        made = [{**row, "system": system} for row, system in zip(rows(len(systems)), systems, strict=True)]
+        return prepare(write(tmp_path / name, made)).report.system
+
+    assert report_of("same.jsonl", "Be brief.", "Be brief.") == "Be brief."
+    assert report_of("differing.jsonl", "Be brief.", "Be long.", "Be brief.") == ""
+    assert report_of("some.jsonl", "Be brief.", "") == ""
+    assert prepare(write(tmp_path / "none.jsonl", rows(2))).report.system == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -193,9 +194,12 @@ def test_the_result_of_a_model_without_a_template_carries_the_one_it_was_trained
 
     base = tiny.write_model(tmp_path / "base", "llama")
     (base / "chat_template.jinja").unlink()
-    write_rows(tmp_path / "rows.jsonl", 16)
+    rows = [{**row, "system": "Count clips, don't lie."} for row in rows_of(write_rows(tmp_path / "rows.jsonl", 16))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = fleetune("train", "--model", base, "--data", "rows.jsonl", "--run", "run", "--max-steps", "2", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    asked = next(line for line in done.stderr.splitlines() if line.startswith("ask it:"))
+    assert shlex.split(asked)[2:-1] == ["fleetune", "generate", "run", "--system", "Count clips, don't lie."]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
     messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "2 clips."}]
     assert tokenizer.apply_chat_template(messages, tokenize=False).endswith(f"How many?\n2 clips.{tokenizer.eos_token}")

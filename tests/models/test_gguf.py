@@ -205,14 +205,11 @@ def test_a_damaged_gguf_is_one_clear_error(tokenizer_folder: Path, tmp_path: Pat
         "not a GGUF": lambda raw: b"PK\x03\x04" + raw[4:],
         "version 9": lambda raw: raw[:4] + struct.pack("<I", 9) + raw[8:],
         "empty": lambda raw: b"",
+        "cut in the data": lambda raw: raw[: size - 200],
     }
     for name, change in changes.items():
-        with pytest.raises(UserError, match=r"download|GGUF"):
+        with pytest.raises(UserError, match=r"Download|GGUF"):
             GgufFile.read(damage(path, tmp_path / f"{name}.gguf", change))
-    cut = GgufFile.read(damage(path, tmp_path / "cut.gguf", lambda raw: raw[: size - 200]))
-    with pytest.raises(UserError, match="beyond the end"):
-        for name in cut.tensors:
-            cut.values(name)
 
 
 @pytest.mark.long

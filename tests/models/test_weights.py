@@ -103,7 +103,7 @@ def test_every_tensor_is_aligned_for_memory_mapping(tmp_path: Path, cache: Path)
     import numpy as np
     from safetensors.numpy import load_file, save_file
 
-    from fleetune.models.weight_files import read_header
+    from fleetune.spec.safetensors_header import read_header
 
     folder = tiny.write_model(tmp_path / "m", "llama")
     values = load_file(folder / "model.safetensors")
@@ -248,7 +248,7 @@ def test_an_adapter_with_a_lying_header_is_refused(tiny_llama: Path, tmp_path: P
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny_llama)}))
     (adapter / "adapter_model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-    with pytest.raises(UserError, match="claims a header"):
+    with pytest.raises(UserError, match="header claims"):
         prepare_model(locate(adapter), dtype="fp32")
 
 

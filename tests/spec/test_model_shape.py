@@ -114,10 +114,10 @@ def test_shards_are_read_together(tiny_llama, tmp_path):
     assert read_shape(folder).num_parameters == read_shape(tiny_llama).num_parameters
     for name in ("../../secret.safetensors", "/etc/passwd", "model-0.bin", "sub/model.safetensors"):
         index.write_text(json.dumps({"weight_map": {**weight_map, "x": name}}))
-        with pytest.raises(UserError, match="plain safetensors name"):
+        with pytest.raises(UserError, match="no plain name"):
             read_shape(folder)
     index.write_text(json.dumps({"weight_map": {**weight_map, "x": "model-7.safetensors"}}))
-    with pytest.raises(UserError, match="not there"):
+    with pytest.raises(UserError, match="not in the folder"):
         read_shape(folder)
 
 
@@ -145,26 +145,6 @@ def test_stored_buffers_are_no_parameters(tmp_path):
     assert read_shape(folder).num_parameters == before
 
 
-@pytest.mark.parametrize(
-    ("header", "data", "says"),
-    [
-        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', b"\0" * 4, "ends at byte"),
-        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"\0" * 8, "shape"),
-        (b'{"a": {"dtype": "F32", "shape": [1099511627776, 1099511627776], "data_offsets": [0, 8]}}', b"\0" * 8, "shape"),
-        (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', b"\0" * 8, "describes 'a' wrongly"),
-        (b'{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}', b"\0" * 8, "describes 'a' wrongly"),
-        (b'{"a": {"dtype": "PICKLE", "shape": [2], "data_offsets": [0, 8]}}', b"\0" * 8, "does not read"),
-        (b'{"a": 3}', b"", "describes 'a' wrongly"),
-        (b"[1, 2]", b"", "no JSON object"),
-        (b"not json at all", b"", "no JSON"),
-        (b'{"a":' * 50_000, b"", "no JSON"),
-    ],
-)
-def test_a_dishonest_safetensors_header_is_refused(header, data, says, tmp_path):
-    with pytest.raises(UserError, match=says):
-        read_header(write_safetensors(tmp_path / "model.safetensors", header, data))
-
-
 @pytest.mark.parametrize("length", [0, 1, 1 << 40, (1 << 64) - 1])
 def test_a_header_length_is_not_believed(length, tmp_path):
     path = tmp_path / "model.safetensors"
@@ -179,7 +159,7 @@ def test_a_header_length_is_not_believed(length, tmp_path):
 def test_a_folder_with_pickles_only_is_refused_by_name(tiny_llama, tmp_path):
     folder = copied(tiny_llama, tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin, which is pickled and never read"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin, which are pickles"):
         read_shape(folder)
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleetune.checkpoint.pieces import cover_fault
-from fleetune.checkpoint.tensor_file import DTYPE_BYTES, is_counts, without_duplicates
+from fleetune.checkpoint.tensor_file import DTYPE_BYTES
 from fleetune.spec.records import FORMAT_VERSION
+from fleetune.spec.safetensors_header import is_counts, without_duplicates
 
 MANIFEST_NAME = "manifest.json"
 #: A longer manifest is refused before it is read.

@@ -13,7 +13,8 @@ from typing import BinaryIO
 from fleetune.checkpoint.disk import open_regular
 from fleetune.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, StoredFile, parse_manifest
 from fleetune.checkpoint.part import hash_of
-from fleetune.checkpoint.tensor_file import HeaderEntry, read_header
+from fleetune.checkpoint.tensor_file import HeaderEntry
+from fleetune.spec.safetensors_header import parse_header
 
 _FOLDER_NAME = re.compile(r"step-(\d{6,15})(\.old-[0-9a-f]{8})?")
 
@@ -120,7 +121,7 @@ def _check_file(name: str, file: BinaryIO, stored: StoredFile, expected: dict[st
     if size != stored.num_bytes:
         raise Damaged(name, f"has {size} bytes, the manifest says {stored.num_bytes}")
     try:
-        header = read_header(file, size)
+        header = {key: HeaderEntry(tensor.dtype, tensor.shape) for key, tensor in parse_header(file, size).items()}
     except ValueError as error:
         raise Damaged(name, str(error)) from None
     for key in sorted(expected.keys() | header.keys()):

@@ -43,6 +43,12 @@ class Conversation:
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
 
+    @property
+    def system(self) -> str:
+        """The system text it begins with, or ""."""
+        first = self.messages[0] if self.messages else {"role": ""}
+        return str(first["content"]) if first["role"] == "system" else ""
+
 
 @dataclass(frozen=True)
 class Text:

@@ -43,8 +43,9 @@ class DataReport:
     assistant's trained turns, and those whose end-of-turn token is trained. double_bos: rows with a second begin-of-text
     token, which was left out. rows_with_literals, literals: control tokens written out in rows; they are kept as text.
     rewritten: rows whose template writes earlier turns differently, one sample for each turn. over_long: rows longer than a
-    sequence, and what is done with them. tokens, trained_tokens, sequences, documents: of one epoch. efficiency: tokens /
-    (sequences x sequence_length). notes: what is said otherwise than the chat template would. warnings: sentences.
+    sequence, and what is done with them. system: the system text that every conversation begins with, or "". tokens,
+    trained_tokens, sequences, documents: of one epoch. efficiency: tokens / (sequences x sequence_length).
+    notes: what is said otherwise than the chat template would. warnings: sentences.
     """
 
     files: tuple[FileReport, ...]
@@ -63,6 +64,7 @@ class DataReport:
     literals: int
     rewritten: int
     over_long: dict[str, Any]
+    system: str
     sequence_length: int
     sequences: int
     documents: int
@@ -117,6 +119,7 @@ def make_report(store: TokenStore, options: StoreOptions) -> DataReport:
         "trained_tokens": store.num_trained_tokens,
         "efficiency": store.num_tokens / (store.num_sequences * store.sequence_length),
         "notes": counted["notes"],
+        "system": counted.get("system", ""),  # rows that an earlier version tokenised do not say it
     }
     copied = ("turns", "turns_ended", "double_bos", "rows_with_literals", "literals", "rewritten")
     report = DataReport(**values, **{name: counted[name] for name in copied}, warnings=())

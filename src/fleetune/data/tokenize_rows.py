@@ -44,6 +44,7 @@ class RowCounts:
     rewritten: int = 0
     causes: Counter[str] = field(default_factory=Counter)
     notes: set[str] = field(default_factory=set)
+    systems: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class RowTokenizer:
 
     def _rendered(self, row: Row, conversation: Conversation) -> Prepared | BadRow:
         self.counts.notes |= self.format.notes(conversation)
+        if len(self.counts.systems) < 2:  # two that differ are enough to know
+            self.counts.systems.add(conversation.system)
         hidden, literals = self.encoder.literals.hide(conversation)
         parts = self.format.parts(hidden, train_all=self.request.train_on == "all")
         return Prepared(row, [restore(part, literals) for part in parts], len(literals))
@@ -207,12 +210,13 @@ class RowTokenizer:
         bad.write(json.dumps(entry, ensure_ascii=True) + "\n")
 
     def _report(self) -> dict[str, Any]:
-        counts = {name: value for name, value in vars(self.counts).items() if name not in ("causes", "notes")}
+        counts = {name: value for name, value in vars(self.counts).items() if name not in ("causes", "notes", "systems")}
         return {
             **counts,
             "causes": dict(self.counts.causes.most_common()),
             "notes": {name: note for name, note in NOTES.items() if name in self.counts.notes},
             "has_end_of_text": self.encoder.eos is not None,
+            "system": next(iter(self.counts.systems)) if len(self.counts.systems) == 1 else "",
         }
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fleetune.models.config import CONFIG_FILE, code_files, read_json_object, without_dangerous_keys
-from fleetune.models.weight_files import FLOATING, companion_files, read_header, weight_files
+from fleetune.models.weight_files import FLOATING, companion_files, read_weights_header
 from fleetune.models.weight_writer import PRECISIONS, Planned, write_weights
-from fleetune.spec.safetensors_header import INDEX_FILE, SINGLE_FILE
+from fleetune.spec.safetensors_header import INDEX_FILE, SINGLE_FILE, weight_files
 
 _TORCH_NAMES = {
     "F64": "float64",
@@ -38,7 +38,7 @@ def convert_folder(source: Path, folder: Path, *, dtype: str, code: bool = False
     for path in weight_files(source):
         planned = [
             Planned(name, wanted if tensor.dtype in FLOATING else _TORCH_NAMES[tensor.dtype], tensor.shape)
-            for name, tensor in read_header(path).items()
+            for name, tensor in read_weights_header(path).items()
         ]
         total += sum(tensor.num_bytes for tensor in planned)
         with safe_open(path, framework="pt") as file:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fleetune.models.stored import SINGLE_FILE, write_weights
+from fleetune.models.stored import write_weights
+from fleetune.spec.safetensors_header import SINGLE_FILE
 
 
 def save_full(

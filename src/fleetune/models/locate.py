@@ -20,15 +20,10 @@ from fleetune.models.cache import content_hash
 from fleetune.models.config import CONFIG_FILE, read_config, read_json_object
 from fleetune.models.hub import fetch, is_hub_id
 from fleetune.models.presets import Preset, find_preset, refuse_moved, similar_presets
-from fleetune.models.weight_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    companion_files,
-    weight_files,
-)
+from fleetune.models.weight_files import ADAPTER_CONFIG, ADAPTER_FILE, companion_files
 from fleetune.spec.errors import UserError
 from fleetune.spec.run_folder import RunFolder, read_json
-from fleetune.spec.safetensors_header import INDEX_FILE, SINGLE_FILE
+from fleetune.spec.safetensors_header import INDEX_FILE, SINGLE_FILE, weight_files
 
 _GGUF_MAGIC = b"GGUF"
 #: An adapter may lie on a run whose model was a run, and so on; a circle of names ends here.

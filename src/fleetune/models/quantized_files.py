@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetune.models.cache import cache_folder, lock
-from fleetune.models.weight_files import read_header
+from fleetune.models.weight_files import read_weights_header
 from fleetune.models.weight_writer import Planned, write_weights
 from fleetune.spec.errors import UserError
 from fleetune.spec.quantized import SCHEMES, is_quantizable, quantized_bytes
@@ -276,7 +276,7 @@ def _is_whole(folder: Path) -> bool:
         return False
     try:
         for path in {path for _, path in QuantizedWeights.open(folder).layers.values()}:
-            read_header(path)
+            read_weights_header(path)
     except (OSError, UserError):
         return False
     return True

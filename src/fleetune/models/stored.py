@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 from fleetune.models.quantized_linear import quantized_layers
-from fleetune.spec.errors import UserError
+from fleetune.spec.safetensors_header import read_header, weight_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 #: stored name -> (name in the model, needs converting).
 Naming = Callable[[str], tuple[str, bool]]
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -32,27 +30,7 @@ class StoredWeights:
     @staticmethod
     def open(folder: Path) -> StoredWeights:
         """Read the names. Raises UserError when the folder has no safetensors, or an index that points elsewhere."""
-        from safetensors import safe_open
-
-        index, single = folder / INDEX_FILE, folder / SINGLE_FILE
-        if single.is_file():
-            with safe_open(single, framework="pt") as file:
-                return StoredWeights(folder, dict.fromkeys(file.keys(), single))
-        if not index.is_file():
-            raise UserError(
-                f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}: give a folder with safetensors weights "
-                "(pickled .bin or .pt files are never read; convert them with transformers' save_pretrained first)"
-            )
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        strange = sorted({name for name in weight_map.values() if Path(name).name != name or not name.endswith(".safetensors")})
-        absent = sorted({name for name in weight_map.values() if name not in strange and not (folder / name).is_file()})
-        problems = [
-            f"{index} names the file {name!r}, which is not a plain safetensors name: do not use this model" for name in strange
-        ]
-        problems += [f"{index} names the file {name}, which is not there: download the model again" for name in absent]
-        if problems:
-            raise UserError(*problems)
-        return StoredWeights(folder, {key: folder / name for key, name in weight_map.items()})
+        return StoredWeights(folder, {name: path for path in weight_files(folder) for name in read_header(path)})
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(stored name, tensor) file by file. On the CPU and memory-mapped: reading pages in, copies nothing.
@@ -69,13 +47,9 @@ class StoredWeights:
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(stored name, shape) of every tensor, from the headers."""
-        from safetensors import safe_open
-
         for path in dict.fromkeys(self.files.values()):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (a safetensors handle is no dict)
-                    if self.files.get(name) == path:
-                        yield name, tuple(file.get_slice(name).get_shape())
+            for name, tensor in read_header(path).items():
+                yield name, tensor.shape
 
 
 def write_weights(

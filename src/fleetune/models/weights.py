@@ -21,8 +21,9 @@ from pathlib import Path
 from fleetune.models.cache import cache_folder, lock
 from fleetune.models.config import CONFIG_FILE, code_files, read_config
 from fleetune.models.locate import Located
-from fleetune.models.weight_files import ADAPTER_FILE, FLOATING, number_formats, read_header, weight_files
+from fleetune.models.weight_files import ADAPTER_FILE, FLOATING, number_formats, read_weights_header
 from fleetune.spec.errors import UserError
+from fleetune.spec.safetensors_header import weight_files
 
 #: Raised whenever the conversion of the same bytes would give another folder.
 _CODE_VERSION = 1
@@ -51,7 +52,7 @@ def prepare_model(located: Located, *, dtype: str, allow_remote_code: bool = Fal
     if dtype not in _STORED_AS:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(_STORED_AS)}")
     if located.adapter is not None:
-        read_header(located.adapter / ADAPTER_FILE)
+        read_weights_header(located.adapter / ADAPTER_FILE)
     if located.kind == "folder":
         values = read_config(located.path)
         if "auto_map" in values and allow_remote_code:
@@ -113,7 +114,7 @@ def _is_whole(folder: Path) -> bool:
         return False
     try:
         for path in weight_files(folder):
-            read_header(path)
+            read_weights_header(path)
     except UserError:
         return False
     return True
@@ -134,7 +135,7 @@ def _num_elements(located: Located) -> int:
         from fleetune.models.gguf_file import GgufFile
 
         return sum(math.prod(tensor.shape) for tensor in GgufFile.read(located.path).tensors.values())
-    headers = (read_header(path) for path in weight_files(located.path))
+    headers = (read_weights_header(path) for path in weight_files(located.path))
     return sum(math.prod(tensor.shape) for header in headers for tensor in header.values() if tensor.dtype in FLOATING)
 
 

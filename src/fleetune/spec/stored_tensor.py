@@ -15,11 +15,19 @@ MAX_VALUES = 1 << 50
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """shape: as transformers has it, [out, in] for a linear layer. dtype: as the file names it. num_bytes: in the file."""
+    """shape: as transformers has it, [out, in] for a linear layer. dtype: as the file names it.
+
+    num_bytes: in the file, from the byte `start` of it.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
+    start: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
 
     @property
     def num_values(self) -> int:

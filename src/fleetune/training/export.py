@@ -136,7 +136,8 @@ def write(to: str, model: CausalModel, folder: RunFolder, prepared: Prepared, ta
         return
     from fleetune.models.build import PRECISIONS
     from fleetune.models.merge import merged_tensors
-    from fleetune.models.stored import SINGLE_FILE, StoredWeights, write_weights
+    from fleetune.models.stored import StoredWeights, write_weights
+    from fleetune.spec.safetensors_header import SINGLE_FILE
 
     base = Path(prepared.model_folder) if model.adapter else folder.model
     shapes = {name: tuple(tensor.shape) for name, tensor in StoredWeights.open(base).tensors()}

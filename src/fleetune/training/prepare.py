@@ -82,6 +82,7 @@ def prepare(spec: RunSpec, folder: RunFolder, *, device: str, node: int = 0) -> 
         device=device,
         num_sequences=data.num_sequences,
         has_conversations=any(file.shape != "text" for file in data.report.files),
+        system=data.report.system,
         quantized_folder=str(source.quantized) if source.quantized else None,
     )
     prepared.write(folder, node)

@@ -15,7 +15,7 @@ class Prepared:
     it came from there. adapter_folder: an adapter to go on with. store, validation_store: token stores.
     data_fingerprint: content of data, tokenizer, template, options and code version.
     precision: `fp32`, `bf16` or `fp16`, resolved. has_conversations: whether any row was written with a chat template.
-    quantized_folder: quantised weights of the linear layers, or None.
+    quantized_folder: quantised weights of the linear layers, or None. system: what every conversation begins with, or "".
     """
 
     model_folder: str
@@ -31,6 +31,7 @@ class Prepared:
     num_sequences: int
     has_conversations: bool
     quantized_folder: str | None = None
+    system: str = ""
 
     def write(self, folder: RunFolder, node: int = 0) -> None:
         write_json(folder.prepared_on(node), asdict(self))
