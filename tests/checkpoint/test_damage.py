@@ -291,7 +291,7 @@ def test_a_header_of_ten_gigabytes_is_refused_without_being_read(folder: Path) -
     manifest = json.loads((folder / "step-000020" / "manifest.json").read_text())
     manifest["files"][SHARD] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     write_manifest(folder, manifest, forge=True)
-    assert "claims 10737418240 bytes" in refused(folder, SHARD)
+    assert "claims 10,737,418,240 bytes" in refused(folder, SHARD)
 
 
 @pytest.mark.parametrize(
