@@ -135,14 +135,28 @@ def test_a_rank_that_has_ended_is_not_missed() -> None:
     assert team.run(200) is None
 
 
-def test_the_agent_is_watched_from_its_first_sign_on() -> None:
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_the_agent_is_watched_from_its_first_sign_on_and_where_it_never_gives_one(is_heard: bool) -> None:
     team = Team()
     team.make([1.0] * 5)
-    team.judge.saw(AGENT, "watch", 0)
+    team.judge.expect(AGENT, "watch")
+    if is_heard:
+        team.judge.saw(AGENT, "watch", 0)
     found = None
     for _ in range(30):
         found = found or team.make([1.0])
     assert found and team.judge.hung()[0].rank == AGENT and "agent" in team.judge.hung()[0].cause()
+
+
+def test_a_rank_that_was_started_and_never_gives_a_sign_is_found() -> None:
+    team = Team()
+    team.silent = {1}
+    team.judge.expect(0)
+    team.judge.expect(1)
+    found_after = team.run(2000)
+    hang = team.judge.hung()[0]
+    assert found_after is not None and 598 < found_after < 602
+    assert (hang.rank, hang.silent) == (1, True) and "in phase begin" in hang.cause()
 
 
 def test_a_longer_timeout_and_none_at_all_are_respected() -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import final
 
 #: Phase -> seconds that it may go on without any progress once training is under way. `step` is judged by the usual step.
-PHASES = {"start": 600.0, "load": 600.0, "step": 0.0, "data": 120.0, "evaluate": 300.0, "save": 600.0, "finish": 1800.0}
+#: `begin`: it was started, and nothing was heard of it yet.
+PHASES = {"begin": 600.0, "start": 600.0, "load": 600.0, "step": 0.0, "data": 120.0, "evaluate": 300.0, "save": 600.0, "finish": 1800.0}
 
 #: Where the bound on silence is this instead: imports, a compiler and the writing of files hold Python's lock for long.
 QUIET_S = 60.0
@@ -91,6 +92,10 @@ class Liveness:
             self._clock += min(max(0.0, now - self._looked_at), _MAX_GAP_S)
         self._looked_at = now
 
+    def expect(self, rank: int, phase: str = "begin") -> None:
+        """This rank (or the agent) runs: signs of life are due from now on, also where its first one never comes."""
+        self._ranks.setdefault(rank, _Rank(phase, 0, 0, 0, self._clock, self._clock))
+
     def saw(self, rank: int, phase: str, step: int, *, marks: int = 0, done: int = 0) -> None:
         """A sign of life has come. marks: grows with all progress. done: steps that this process has made."""
         known = self._ranks.get(rank)
@@ -156,6 +161,8 @@ class Liveness:
         """(seconds without a sign of life, seconds without progress) that a rank is allowed."""
         if number == AGENT:
             return max(self.hang_s, 10.0), math.inf
+        if rank.phase == "begin":
+            return max(self.hang_s, PHASES["begin"]), math.inf
         is_slow = not rank.done or rank.phase in _QUIET_PHASES
         quiet = max(self.hang_s, QUIET_S) if is_slow else self.hang_s
         if not rank.done and rank.phase in ("step", "data"):

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from fleetune.launch.child import Call
 from fleetune.launch.identity import Identity, wait_until_dead
-from fleetune.launch.liveness import Hang, Liveness
+from fleetune.launch.liveness import AGENT, Hang, Liveness
 from fleetune.launch.nursery import Forked, Nursery
 from fleetune.launch.processes import Process, Reports, Surroundings
 from fleetune.launch.pulse import STACKS_SIGNAL
@@ -70,6 +70,7 @@ class Team:
         if self.is_solo and self.starter.pid is not None:
             if 0 not in self.members:
                 self.members[0] = Identity.of(self.starter.pid)
+                self.liveness.expect(0)
             if self.starter.exit_code is not None:
                 self.exit_codes[0] = self.starter.exit_code
         self.liveness.saw_end(self.deaths)
@@ -121,6 +122,9 @@ class Team:
             self.liveness.saw(int(row["pulse"]), str(row.get("phase", "")), int(row.get("step", 0)), **figures)
         elif "started" in row:
             self.members[int(row["started"])] = Identity.of(int(row["pid"]))
+            self.liveness.expect(int(row["started"]))
+            if self.is_complete:
+                self.liveness.expect(AGENT, "watch")  # it has nothing left to do but to look at them
         elif "ended" in row:
             self.exit_codes.update({int(rank): int(code) for rank, code in row["ended"].items()})
 
