@@ -14,7 +14,16 @@ from typing import final
 
 #: Phase -> seconds that it may go on without any progress once training is under way. `step` is judged by the usual step.
 #: `begin`: it was started, and nothing was heard of it yet.
-PHASES = {"begin": 600.0, "start": 600.0, "load": 600.0, "step": 0.0, "data": 120.0, "evaluate": 300.0, "save": 600.0, "finish": 1800.0}
+PHASES = {
+    "begin": 600.0,
+    "start": 600.0,
+    "load": 600.0,
+    "step": 0.0,
+    "data": 120.0,
+    "evaluate": 300.0,
+    "save": 600.0,
+    "finish": 1800.0,
+}
 
 #: Where the bound on silence is this instead: imports, a compiler and the writing of files hold Python's lock for long.
 QUIET_S = 60.0
