@@ -118,10 +118,23 @@ def test_a_wish_of_a_rank_on_another_node_decides_for_all(tmp_path: Path) -> Non
 
 def test_a_failing_preparation_is_told_with_its_host_and_nothing_is_trained(tmp_path: Path) -> None:
     run = make(tmp_path, {"steps": 1})
-    assert train(run, prepare_arguments=("--then", "user"), patience=PATIENCE) == 2
-    assert "error: rows.jsonl has no rows: give another --data" in run.said
+    assert train(run, prepare_arguments=("--then", "user", "--only", "1"), patience=PATIENCE) == 2
     assert "error: 127.0.0.2: rows.jsonl has no rows: give another --data" in run.said
     assert run.attempts() == 0 and not run.living()
+
+
+def test_what_is_wrong_on_the_first_machine_is_told_once_and_the_others_are_not_asked(tmp_path: Path) -> None:
+    run = make(tmp_path, {"steps": 1})
+    assert train(run, prepare_arguments=("--then", "user"), patience=PATIENCE) == 2
+    assert [line for line in run.said if "has no rows" in line] == ["error: rows.jsonl has no rows: give another --data"]
+    assert not (run.folder.path / "told-1").exists() and not run.living()
+
+
+def test_the_first_machine_decides_for_all_what_they_compute_in(tmp_path: Path) -> None:
+    run = make(tmp_path, {"steps": 1, "sync": True})
+    assert train(run) == 0, run.said
+    assert (run.folder.path / "told-0").read_text() == "None", "the first machine was told instead of asked"
+    assert (run.folder.path / "told-1").read_text() == "bf16"
 
 
 def test_a_run_that_never_gets_on_is_given_up(tmp_path: Path) -> None:

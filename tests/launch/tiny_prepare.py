@@ -1,4 +1,6 @@
-"""A preparation that does as its arguments say: `--then ok|user|crash|kill|wait`."""
+"""A preparation that does as its arguments say: `--then ok|user|crash|kill|wait`, `--only NODE`: on no other one.
+
+The first machine says what all compute in, and each writes down what it was told."""
 
 from __future__ import annotations
 
@@ -8,9 +10,16 @@ import sys
 import time
 from pathlib import Path
 
+from fleetune.spec.run_folder import RunFolder, write_json
+
 
 def main(arguments: list[str]) -> int:
-    then = arguments[arguments.index("--then") + 1] if "--then" in arguments else "ok"
+    node, only = value_of(arguments, "--node") or "0", value_of(arguments, "--only")
+    then = (value_of(arguments, "--then") or "ok") if only in (None, node) else "ok"
+    folder = RunFolder(Path(arguments[0]))
+    (folder.path / f"told-{node}").write_text(str(value_of(arguments, "--precision")))
+    if node == "0" and then != "user":
+        write_json(folder.precision, {"precision": "bf16", "device": "cpu"})
     print("looking at the rows", file=sys.stderr)
     (Path(arguments[0]) / "pid-prepare").write_text(str(os.getpid()))
     if then == "user":
@@ -23,3 +32,7 @@ def main(arguments: list[str]) -> int:
     if then == "wait":
         time.sleep(3600)
     return 0
+
+
+def value_of(arguments: list[str], name: str) -> str | None:
+    return arguments[arguments.index(name) + 1] if name in arguments else None

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fleetune.models.precision import MARGIN, probe_precision, processor, time_products
+from fleetune.models.precision import MARGIN, check_precision, probe_precision, processor, time_products
+from fleetune.spec.errors import UserError
 
 
 @pytest.fixture
@@ -79,3 +80,30 @@ def test_a_gpu_computes_in_bf16_where_its_tensor_cores_do(cache: Path) -> None:
         pytest.skip("no GPU")
     expected = "bf16" if torch.cuda.get_device_capability()[0] >= 8 else "fp16"
     assert probe_precision("cuda") == probe_precision("cuda:0") == expected
+
+
+def test_a_machine_takes_what_the_first_one_chose_unless_it_would_have_to_emulate_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe_precision("cpu")
+    (path,) = (cache / "precision").iterdir()
+    kept = json.loads(path.read_text())
+    # Near the margin: noise has chosen otherwise here, which is no reason to refuse.
+    path.write_text(json.dumps({**kept, "precision": "fp32", "seconds": {"fp32": 1.0, "bf16": 1.0}}))
+    check_precision("bf16", "cpu")
+    check_precision("fp32", "cpu")
+    path.write_text(json.dumps({**kept, "precision": "fp32", "seconds": {"fp32": 1.0, "bf16": 40.0}}))
+    emulates = time_products(give_up=False)
+    if emulates["bf16"] > 4 * emulates["fp32"]:
+        with pytest.raises(UserError, match=r"emulates.*give --precision fp32"):
+            check_precision("bf16", "cpu")
+    else:
+        check_precision("bf16", "cpu")  # measured again, since a busy machine may have said so for a moment
+    for capability, refused in ((7, 5), True), ((8, 0), False):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+        if refused:
+            with pytest.raises(UserError, match=r"Tesla T4 \(7\.5\) has no tensor cores for it: give --precision fp16"):
+                check_precision("bf16", "cuda")
+        else:
+            check_precision("bf16", "cuda")

@@ -96,13 +96,28 @@ def _train(meeting: Meeting, folder: RunFolder, device: str, attempt: int) -> in
 
     place = meeting.place
     if place.local_rank == 0:
-        code = prepare.main([str(folder.path), "--device", device])
-        meeting.say(f"prepared-{place.node}", code)
+        words = [str(folder.path), "--device", device, "--node", str(place.node)]
+        if place.node == 0:
+            meeting.say("precision", _precision(folder, device))
+        elif (decided := meeting.hear("precision")) is not None:
+            words += ["--precision", decided]
+        meeting.say(f"prepared-{place.node}", prepare.main(words))
     code = int(meeting.hear(f"prepared-{place.node}"))
     codes = [code, *(int(meeting.hear(f"prepared-{node}")) for node in range(place.num_nodes))]
     if any(codes):
         return EXIT_USER if EXIT_USER in codes else EXIT_CRASH
     return worker.run(folder, attempt)
+
+
+def _precision(folder: RunFolder, device: str) -> str | None:
+    """What all nodes compute in, which the first one decides; None where it cannot: its preparation will say why."""
+    from fleetune.spec.read import read_run
+    from fleetune.training.prepare import decide_precision
+
+    try:
+        return decide_precision(read_run(folder).spec, folder, device=device)
+    except UserError:
+        return None
 
 
 @contextmanager

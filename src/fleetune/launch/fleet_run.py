@@ -25,7 +25,7 @@ from fleetune.launch.request import Launch, environment_of
 from fleetune.launch.stop import StopSignals
 from fleetune.launch.supervisor import EXIT_CODES, last_words, say_on_stderr
 from fleetune.spec.errors import EXIT_CRASH, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, UserError
-from fleetune.spec.run_folder import RunFolder
+from fleetune.spec.run_folder import RunFolder, read_json
 
 #: How long a node may take to make its run folder, and what its supervisor gets beyond its own patience.
 _OPEN_S, _GRACE_S = 60.0, 8.0
@@ -133,15 +133,17 @@ class _FleetRun:
 
     def _prepare(self, nodes: list[FleetNode]) -> int | None:
         """Preparation on these nodes, each with its own caches; None where all is ready, else the exit code of the run."""
-        for node in nodes:
-            node.send(self._prepare_order(node))
         codes: dict[int, int] = {}
         found: dict[int, dict[str, Any]] = {}
+        asked: list[FleetNode] = []
         told = False
-        while len(codes) < len(nodes):
-            told = self._pass_on_stop(nodes, told or any(code != EXIT_DONE for code in codes.values()), told)
+        while len(codes) < len(asked) or (len(asked) < len(nodes) and not told):
+            is_first_done = nodes[0].number != 0 or codes.get(0) == EXIT_DONE
+            asked += self._ask_to_prepare(nodes[len(asked) :], is_first_done=is_first_done)
+            is_over = self._stop.requested is not None or any(code != EXIT_DONE for code in codes.values())
+            told = self._pass_on_stop(asked, told or is_over, told)
             self._beat()
-            for node in nodes:
+            for node in asked:
                 row = node.take("prepared")
                 failure = node.connection.failure() if row is None else None
                 if row is not None:
@@ -161,8 +163,18 @@ class _FleetRun:
             self._say(f"error: {line}")
         return EXIT_USER if differences else None
 
-    def _prepare_order(self, node: FleetNode) -> dict[str, Any]:
+    def _ask_to_prepare(self, nodes: list[FleetNode], *, is_first_done: bool) -> list[FleetNode]:
+        """Ask those of these nodes that can begin: node 0 at once, the others when it has said what all compute in."""
+        row = read_json(self._folder.precision) if self._folder.precision.exists() else {}
+        decided = str(row["precision"]) if row.get("device") == self._launch.device else None
+        can = [node for node in nodes if node.number == 0 or decided is not None or is_first_done]
+        for node in can:
+            node.send(self._prepare_order(node, decided))
+        return can
+
+    def _prepare_order(self, node: FleetNode, decided: str | None) -> dict[str, Any]:
         launch = self._launch
+        told = ("--precision", decided) if node.number and decided is not None else ()
         return {
             "do": "prepare",
             "attempt": self._attempt,
@@ -173,7 +185,7 @@ class _FleetRun:
             "threads": launch.threads,
             "device": launch.device,
             "environment": dict(launch.environment),
-            "prepare_arguments": list(launch.prepare_arguments),
+            "prepare_arguments": [*launch.prepare_arguments, *told],
             "commands": dataclasses.asdict(launch.commands),
             "patience": dataclasses.asdict(launch.patience),
         }

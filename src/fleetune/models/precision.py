@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fleetune.models.cache import recall, remember
+from fleetune.spec.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ def probe_precision(device: str) -> Precision:
         return "bf16" if major >= _BF16_CAPABILITY else "fp16"
     if device != "cpu":
         return "fp32"
-    key = f"{processor()}, torch {metadata.version('torch')}, {_SHAPE}, {MARGIN}"
+    key = _key()
     known = recall("precision", key)
     if known is not None and known.get("precision") in ("bf16", "fp32"):
         return "bf16" if known["precision"] == "bf16" else "fp32"
@@ -53,10 +54,42 @@ def probe_precision(device: str) -> Precision:
     return precision
 
 
-def time_products() -> dict[str, float]:
+def check_precision(precision: str, device: str) -> None:
+    """Whether this machine computes in what another one has chosen. Raises UserError where it would have to emulate it.
+
+    Measurement noise is no reason: what this machine's own probe would have chosen does not matter here.
+    """
+    if precision != "bf16":
+        return
+    if device.startswith("cuda"):
+        import torch
+
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < _BF16_CAPABILITY:
+            raise UserError(
+                f"the first machine computes in bf16, and this one's {torch.cuda.get_device_name(device)} ({major}.{minor}) "
+                "has no tensor cores for it: give --precision fp16"
+            )
+    elif device == "cpu" and probe_precision(device) != "bf16":
+        known = recall("precision", _key()) or {}
+        seconds = known.get("seconds") or time_products()
+        if seconds["bf16"] > _HOPELESS * seconds["fp32"]:
+            seconds = time_products(give_up=False)  # a busy machine may have said so for a moment
+            if seconds["bf16"] > _HOPELESS * seconds["fp32"]:
+                raise UserError(
+                    f"the first machine computes in bf16, which this one's processor emulates, "
+                    f"{seconds['bf16'] / seconds['fp32']:.0f} times slower than fp32: give --precision fp32"
+                )
+
+
+def _key() -> str:
+    return f"{processor()}, torch {metadata.version('torch')}, {_SHAPE}, {MARGIN}"
+
+
+def time_products(*, give_up: bool = True) -> dict[str, float]:
     """Seconds of one matrix product on the CPU by number format: the fastest of several trials, taken in turns.
 
-    The fastest and not the mean: other processes can only make a trial slower.
+    The fastest and not the mean: other processes can only make a trial slower. give_up: end early where bf16 is far behind.
     """
     import torch
 
@@ -71,7 +104,7 @@ def time_products() -> dict[str, float]:
             seconds = _time(left, right)
             if trial:  # the first one also loads kernels
                 best[name] = min(best[name], seconds)
-        if trial > 1 and best["bf16"] > _HOPELESS * best["fp32"]:
+        if give_up and trial > 1 and best["bf16"] > _HOPELESS * best["fp32"]:
             break
     return best
 

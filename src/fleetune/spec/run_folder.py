@@ -100,6 +100,11 @@ class RunFolder:
         """What a node's preparation found: each node has caches of its own, also where this folder is shared."""
         return self.prepared if node == 0 else self.path / f"prepared-node-{node}.json"
 
+    @property
+    def precision(self) -> Path:
+        """`precision`: what the run computes in, found by its first machine before anything else, for all of them."""
+        return self.path / "precision.json"
+
     def outcome(self, rank: int, attempt: int) -> Path:
         return self.outcomes / f"rank-{rank:05d}-attempt-{attempt:03d}.json"
 

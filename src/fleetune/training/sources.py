@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """Which model, and how its weights may be read. quantize: None: as the adapter was trained, if there is one."""
+    """Which model, and how its weights may be read. quantize: None: as the adapter was trained, if there is one.
+
+    probed: what `auto` is where the model says nothing itself; None: found out on this device.
+    """
 
     model: str
     revision: str | None = None
@@ -24,6 +27,7 @@ class ModelRequest:
     chat_template: str | None = None
     trainable: bool = False
     quantize: str | None = None
+    probed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ def how_it_rests(request: ModelRequest, located: Located, *, device: str) -> tup
     quantize = request.quantize or (trained_on.quantize if trained_on else "none")
     if request.precision != "auto":
         return quantize, request.precision
-    return quantize, located.precision or (trained_on.precision if trained_on else probe(device))
+    known = located.precision or (trained_on.precision if trained_on else request.probed)
+    return quantize, known or probe(device)
 
 
 def probe(device: str) -> str:
