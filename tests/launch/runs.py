@@ -77,6 +77,10 @@ class TinyRun:
     def attempts(self) -> int:
         return len(self.events("start"))
 
+    def has_stepped(self, attempt: int) -> bool:
+        """Whether this attempt has made a step. The ledger alone may be there from the attempt before."""
+        return any(row["attempt"] == attempt for row in read_lines(self.folder.ledger))
+
     def log(self, rank: int = 0, attempt: int = 0) -> str:
         return self.folder.log(rank, attempt).read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fleetune.spec.run_folder import RunFolder
 from launch.runs import tiny_launch
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests inherit that it is ignored
     folder, num_processes = RunFolder(Path(sys.argv[1])), int(sys.argv[2])
     then = sys.argv[3] if len(sys.argv) > 3 else "ok"
     try:

@@ -101,7 +101,7 @@ def test_a_run_grows_and_shrinks_when_it_is_asked_to(tmp_path: Path) -> None:
 
     def ask() -> None:
         attempt = len(asked)
-        if attempt < 2 and run.attempts() == attempt + 1 and f"{attempt}-0" in run.pids() and run.folder.ledger.exists():
+        if attempt < 2 and run.attempts() == attempt + 1 and run.has_stepped(attempt):
             ask_for(run.folder, sizes[attempt])
             asked.append(attempt)
 

@@ -93,7 +93,7 @@ def test_a_machine_takes_what_the_first_one_chose_unless_it_would_have_to_emulat
     check_precision("bf16", "cpu")
     check_precision("fp32", "cpu")
     path.write_text(json.dumps({**kept, "precision": "fp32", "seconds": {"fp32": 1.0, "bf16": 40.0}}))
-    emulates = time_products(give_up=False)
+    emulates = time_products()
     if emulates["bf16"] > 4 * emulates["fp32"]:
         with pytest.raises(UserError, match=r"emulates.*give --precision fp32"):
             check_precision("bf16", "cpu")

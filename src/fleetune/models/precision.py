@@ -24,7 +24,8 @@ MARGIN = 1.3
 #: Rows, depth and columns of the trial product: about one linear layer of a small model on one sequence.
 _SHAPE = (128, 512, 512)
 _TRIALS = 7
-#: Without instructions for it bf16 is emulated, tens of times slower: from this ratio on one trial says enough.
+_MIN_SECONDS = 0.05
+#: Without instructions for it bf16 is emulated, tens of times slower: from this ratio on it is not to be used.
 _HOPELESS = 4
 #: NVIDIA's tensor cores compute in bf16 from Ampere (8.0) on; older ones in fp16 only.
 _BF16_CAPABILITY = 8
@@ -74,22 +75,21 @@ def check_precision(precision: str, device: str) -> None:
         known = recall("precision", _key()) or {}
         seconds = known.get("seconds") or time_products()
         if seconds["bf16"] > _HOPELESS * seconds["fp32"]:
-            seconds = time_products(give_up=False)  # a busy machine may have said so for a moment
-            if seconds["bf16"] > _HOPELESS * seconds["fp32"]:
-                raise UserError(
-                    f"the first machine computes in bf16, which this one's processor emulates, "
-                    f"{seconds['bf16'] / seconds['fp32']:.0f} times slower than fp32: give --precision fp32"
-                )
+            raise UserError(
+                f"the first machine computes in bf16, which this one's processor emulates, "
+                f"{seconds['bf16'] / seconds['fp32']:.0f} times slower than fp32: give --precision fp32"
+            )
 
 
 def _key() -> str:
-    return f"{processor()}, torch {metadata.version('torch')}, {_SHAPE}, {MARGIN}"
+    return f"{processor()}, torch {metadata.version('torch')}, {_SHAPE}, {MARGIN}, one core"
 
 
-def time_products(*, give_up: bool = True) -> dict[str, float]:
-    """Seconds of one matrix product on the CPU by number format: the fastest of several trials, taken in turns.
+def time_products() -> dict[str, float]:
+    """Seconds of one matrix product on one core of the CPU by number format: the fastest of several trials, taken in turns.
 
-    The fastest and not the mean: other processes can only make a trial slower. give_up: end early where bf16 is far behind.
+    The fastest and not the mean: other processes can only make a trial slower. One thread, since two wait for each other,
+    and where another process has a core that is what is timed; and long enough to outlast another's turn on this core.
     """
     import torch
 
@@ -99,13 +99,19 @@ def time_products(*, give_up: bool = True) -> dict[str, float]:
         name: (torch.ones(rows, depth, dtype=dtype), torch.ones(depth, columns, dtype=dtype)) for name, dtype in formats.items()
     }
     best = dict.fromkeys(formats, float("inf"))
-    for trial in range(_TRIALS + 1):
-        for name, (left, right) in operands.items():
-            seconds = _time(left, right)
-            if trial:  # the first one also loads kernels
-                best[name] = min(best[name], seconds)
-        if give_up and trial > 1 and best["bf16"] > _HOPELESS * best["fp32"]:
-            break
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        began = time.perf_counter()
+        trial = 0
+        while trial <= _TRIALS or time.perf_counter() - began < _MIN_SECONDS:
+            for name, (left, right) in operands.items():
+                seconds = _time(left, right)
+                if trial:  # the first one also loads kernels
+                    best[name] = min(best[name], seconds)
+            trial += 1
+    finally:
+        torch.set_num_threads(threads)
     return best
 
 
