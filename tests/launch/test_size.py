@@ -65,6 +65,14 @@ def test_a_request_brings_devices_back() -> None:
     assert size.to(1, "asked for") is not None and size.num_processes == 1
 
 
+def test_a_run_that_was_small_for_a_while_is_back_at_its_old_minimum() -> None:
+    size = Size(4, at_least=4)
+    assert size.to(1, "asked for") is not None and size.at_least == 1
+    assert size.to(4, "asked for") is not None and size.at_least == 4
+    for _ in range(4):
+        assert size.after_failure(failed(2)) is None
+
+
 def test_only_the_devices_in_use_are_visible_to_the_workers() -> None:
     assert device_variables((0, 2), {}) == {"CUDA_VISIBLE_DEVICES": "0,2"}
     assert device_variables((0, 2), {"CUDA_VISIBLE_DEVICES": "4, GPU-a,6"}) == {"CUDA_VISIBLE_DEVICES": "4,6"}

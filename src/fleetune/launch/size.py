@@ -42,6 +42,7 @@ class Size:
     def __init__(self, num_processes: int, at_least: int, *, count_devices: Callable[[], int] | None = None) -> None:
         self.devices = tuple(range(num_processes))
         self.at_least = min(at_least, num_processes)
+        self._asked_least = at_least
         self._count_devices = count_devices
         self._blamed: tuple[int, int] | None = None
 
@@ -74,7 +75,9 @@ class Size:
         others = (device for device in range(num_processes + before) if device not in self.devices)
         pool = [*self.devices, *others]
         self.devices = tuple(sorted(pool[:num_processes]))
-        self.at_least = min(self.at_least, num_processes)
+        self.at_least = min(
+            self._asked_least, num_processes
+        )  # back at the old size, it shrinks by itself no further than before
         self._blamed = None
         return Resize(before, num_processes, cause)
 
