@@ -72,8 +72,7 @@ def check_precision(precision: str, device: str) -> None:
                 "has no tensor cores for it: give --precision fp16"
             )
     elif device == "cpu" and probe_precision(device) != "bf16":
-        known = recall("precision", _key()) or {}
-        seconds = known.get("seconds") or time_products()
+        seconds = time_products()
         if seconds["bf16"] > _HOPELESS * seconds["fp32"]:
             raise UserError(
                 f"the first machine computes in bf16, which this one's processor emulates, "
