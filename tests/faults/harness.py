@@ -25,7 +25,8 @@ SOURCE = HERE.parents[1] / "src"
 
 #: 48 rows, 4 a step: 3 epochs make 36 steps. A save every fourth; dropout is on: masks must not depend on interruptions.
 STEPS = ["--sequence-length", "64", "--global-batch-size", "4", "--micro-batch-size", "1", "--no-packing"]
-TRAINING = [*STEPS, "--learning-rate", "1e-2", "--lora-dropout", "0.1", "--checkpoint-every", "4", "--threads", "1"]
+TRAINING = [*STEPS, "--learning-rate", "1e-2", "--checkpoint-every", "4", "--threads", "1"]
+DROPOUT = ["--lora-dropout", "0.1"]
 CANARY = "hf_canaryCANARYcanaryCANARY0123456789"
 #: What a quiet machine needs is multiplied by this: the tests share theirs with others.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "3"))
@@ -60,6 +61,7 @@ class Place:
             "--epochs",
             str(epochs),
             *TRAINING,
+            *([] if "full" in flags else DROPOUT),
             *flags,
         ]
 
