@@ -41,7 +41,7 @@ def test_a_stopped_agent_is_found(place: Place, golden: Callable[..., Path]) -> 
     run.wait(lambda: run.events("failure"), 30)
     assert "agent" in run.events("failure")[0]["cause"]
     assert run.end(240) == 0
-    run.holds_to(golden("--gpus", "2"))
+    run.holds_to(golden("--gpus", "2", epochs=6))
 
 
 @pytest.mark.long
