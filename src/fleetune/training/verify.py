@@ -37,7 +37,8 @@ def planned(folder: RunFolder) -> tuple[Callable[[int], Sequence[str]], int] | N
     """(sample ids of a step, counted from 1; steps of a finished run, else 0), or None without the rows.
 
     The order of the samples is made anew from the prepared rows and the seed, and where each start of the run goes on is
-    worked out from the one before: the plan owes nothing to the ledger. Of a start only what it was asked is taken.
+    worked out from the one before: the plan owes nothing to the ledger. Of a start only what it was asked is taken. Raises
+    UserError where the first start is missing.
     """
     from fleetune.data.plan import SamplePlan
     from fleetune.data.store import TokenStore
@@ -47,6 +48,11 @@ def planned(folder: RunFolder) -> tuple[Callable[[int], Sequence[str]], int] | N
     if not starts or not folder.prepared.exists():
         return None
     store = TokenStore.open(Path(Prepared.read(folder).store))
+    if int(starts[0]["from_step"]) > 0:
+        raise UserError(
+            f"{folder.events} does not tell how the run began (its first start goes on from step {starts[0]['from_step']}), so "
+            "its plan cannot be made anew: bring the whole file back, or give --against RUN"
+        )
     seed = read_run(folder).spec.optimization.seed
     plans: list[SamplePlan] = []
     for row in starts:
