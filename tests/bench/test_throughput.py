@@ -62,7 +62,7 @@ def test_the_command_prints_every_figure(tmp_path: Path, tiny_llama: Path):
 
 def test_a_measurement_that_does_not_exist_is_refused(tmp_path: Path):
     done = fleetune("bench", "speed", "--model", "x", "--data", "y", cwd=tmp_path)
-    assert done.returncode == 2 and "give throughput" in done.stderr
+    assert done.returncode == 2 and "give throughput, scaling, memory" in done.stderr
 
 
 @pytest.mark.long

@@ -24,13 +24,18 @@ class Step:
 @dataclass(frozen=True)
 class Figures:
     """One run of one program. first_step_s: from the command to the end of its first step. peak_memory_bytes: of its whole
-    process tree. settings: what was asked of it, in words."""
+    process tree. settings: what was asked of it, in words. Where the program tells them, of the rank with most:
+    rank_memory_bytes without mapped files, rank_memory_before_bytes of it before anything was loaded; bytes_sent_per_step.
+    """
 
     program: str
     settings: str
     steps: tuple[Step, ...]
     first_step_s: float
     peak_memory_bytes: int
+    rank_memory_bytes: int = 0
+    rank_memory_before_bytes: int = 0
+    bytes_sent_per_step: int = 0
 
     @property
     def tokens_per_s(self) -> float:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fleetune.bench.figures import Figures, Spread
-from fleetune.bench.throughput import Report
+from fleetune.bench.training_run import Asked
+
+if TYPE_CHECKING:
+    from fleetune.bench.throughput import Report
+
+
+def heading(asked: Asked, machine: dict[str, Any]) -> list[str]:
+    """What was measured, and on what."""
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return [
+        f"{asked.model}, {asked.method}, sequences of {asked.sequence_length}, {asked.steps} steps, {asked.repeats} rounds",
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}; {versions}",
+        "",
+    ]
 
 
 def lines_of(report: Report) -> list[str]:
     """Markdown: one row a program and setting, medians with (smallest to largest), then the ratios."""
-    asked = report.asked
-    versions = ", ".join(f"{name} {number}" for name, number in report.machine["versions"].items())
     head = [
-        f"{asked.model}, {asked.method}, sequences of {asked.sequence_length}, {asked.steps} steps, {asked.repeats} rounds",
-        f"{report.machine['cpu']}, {report.machine['cores']} cores, load {report.machine['load']}; {versions}",
-        "",
+        *heading(report.asked, report.machine),
         "| program | tokens/s | trained tokens/s | peak memory, GB | first step after, s | last loss |",
         "|---|---|---|---|---|---|",
     ]

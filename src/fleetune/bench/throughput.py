@@ -8,41 +8,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleetune.bench.figures import Figures, Spread, Step
+from fleetune.bench.figures import Figures, Spread
 from fleetune.bench.process_tree import run_watched
+from fleetune.bench.table import lines_of
+from fleetune.bench.training_run import Asked, last_line, machine, prepare, run_fleetune, steps_of
 from fleetune.data.store import TokenStore
 from fleetune.spec.errors import UserError
-from fleetune.spec.run_folder import RunFolder, read_json, read_lines
+from fleetune.spec.run_folder import RunFolder, read_json
 
 #: What TRL is tried with: the best that were found for it on CPUs, packed without padding, and padded batches.
 TRL_SETTINGS = ({"batch": 2, "packing": True}, {"batch": 8, "packing": False})
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is measured. processes, threads: fleetune's (TRL runs in one process with as many threads as both make)."""
-
-    model: str
-    data: tuple[str, ...]
-    method: str
-    rank: int
-    sequence_length: int
-    steps: int
-    repeats: int
-    processes: int
-    threads: int
-    precision: str = "auto"
-    against: str | None = "trl"
-    learning_rate: float = 2e-4
-
-    @property
-    def cores(self) -> int:
-        return self.processes * self.threads
 
 
 @dataclass(frozen=True)
@@ -91,6 +71,9 @@ class Report:
             "runs": [run.to_json() for run in self.runs],
         }
 
+    def lines(self) -> list[str]:
+        return lines_of(self)
+
 
 def measure(asked: Asked, folder: Path, *, tell: Callable[[str], None]) -> Report:
     """Measure, with everything that is written in `folder` (new or empty). Raises UserError where a program fails."""
@@ -107,36 +90,6 @@ def measure(asked: Asked, folder: Path, *, tell: Callable[[str], None]) -> Repor
     tell("matrix products alone")
     tokens_per_s, flops_per_s = limit(asked, read_json(prepared.prepared))
     return Report(asked, machine(), tuple(runs), tokens_per_s, flops_per_s)
-
-
-def train_command(asked: Asked, run: Path, *, steps: int) -> list[str]:
-    words = ["train", "--model", asked.model, "--method", asked.method, "--sequence-length", asked.sequence_length]
-    for data in asked.data:
-        words += ["--data", data]
-    if asked.method == "lora":
-        words += ["--lora-rank", asked.rank, "--lora-alpha", 2 * asked.rank]
-    words += ["--gpus", asked.processes, "--threads", asked.threads, "--precision", asked.precision]
-    words += ["--global-batch-size", 2, "--micro-batch-size", 1, "--max-steps", steps, "--run", run]
-    words += ["--learning-rate", asked.learning_rate, "--schedule", "constant", "--warmup", 0, "--log-level", "warning"]
-    return [sys.executable, "-m", "fleetune.cli.main", *map(str, words)]
-
-
-def prepare(asked: Asked, run: Path) -> RunFolder:
-    watched = run_watched(train_command(asked, run, steps=1), log=run.with_suffix(".log"), environment={})
-    if watched.exit_code:
-        raise UserError(f"fleetune train ended with {watched.exit_code}: {last_line(run.with_suffix('.log'))}")
-    return RunFolder(run)
-
-
-def run_fleetune(asked: Asked, run: Path) -> Figures:
-    log = run.with_suffix(".log")
-    began = time.time()
-    watched = run_watched(train_command(asked, run, steps=asked.steps), log=log, environment={})
-    if watched.exit_code:
-        raise UserError(f"fleetune train ended with {watched.exit_code}: {last_line(log)}")
-    rows = [row for row in read_lines(RunFolder(run).metrics) if "loss" in row]
-    settings = f"processes {asked.processes}, threads {asked.threads}"
-    return Figures("fleetune", settings, steps_of(rows, began), rows[0]["time"] - began, watched.peak_bytes)
 
 
 def run_trl(asked: Asked, folder: Path, prepared: RunFolder, settings: dict[str, Any], name: str) -> Figures:
@@ -166,14 +119,6 @@ def rows_needed(store: TokenStore, sequences: int, *, packing: bool) -> int:
     return math.ceil(1.1 * sequences * store.num_documents / store.num_sequences)
 
 
-def steps_of(rows: Sequence[dict[str, Any]], began: float) -> tuple[Step, ...]:
-    """A step takes from the end of the one before to its own end: whatever happens in between is part of training."""
-    ends = [began, *(row["time"] for row in rows)]
-    return tuple(
-        Step(row["loss"], row["tokens"], row["trained_tokens"], end - start) for row, start, end in zip(rows, ends, ends[1:])
-    )
-
-
 def limit(asked: Asked, prepared: dict[str, Any]) -> tuple[float, float]:
     """(tokens/s, FLOP/s) of matrix products alone, with the same processes x threads, all at once."""
     store = TokenStore.open(Path(prepared["store"]))
@@ -186,30 +131,5 @@ def limit(asked: Asked, prepared: dict[str, Any]) -> tuple[float, float]:
     return sum(one["tokens_per_s"] for one in found), sum(one["flops_per_s"] for one in found)
 
 
-def machine() -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {}
-    for name in ("fleetune", "torch", "transformers", "peft", "trl"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {"cpu": cpu_name(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "versions": versions}
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def named(settings: dict[str, Any]) -> str:
     return f"packed {settings['batch']}" if settings["packing"] else f"padded {settings['batch']}"
-
-
-def last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"

@@ -53,7 +53,7 @@ def batches_of(spec: RunSpec, *, data_ranks: int) -> Batches:
 
 @dataclass
 class Parts:
-    """Everything one rank needs for one run, from its first step to its summary."""
+    """Everything one rank needs for one run, from its first step to its summary. memory_before_loading: in bytes."""
 
     spec: RunSpec
     folder: RunFolder
@@ -65,6 +65,7 @@ class Parts:
     batches: Batches
     stop: StopRequest
     attempt: int
+    memory_before_loading: int
     plan: SamplePlan | None = None
     held_out: HeldOut | None = None
 
@@ -197,6 +198,8 @@ def assemble(
     from fleetune.training.spread import open_checkpoints
 
     output, health = spec.output, spec.health
+    peak_memory = PeakMemory(torch_peak(world))
+    before_loading = peak_memory()
     batches = batches_of(spec, data_ranks=world.data_ranks)
     built = build_engine(choose_engine(spec, world.layout), engine_request(spec, prepared, world, batches))
     checkpoints = open_checkpoints(
@@ -216,13 +219,13 @@ def assemble(
         policy=Policy(health.on_nonfinite, health.on_spike, health.skip_window),
         evaluate=lambda: None,
         stop_requested=lambda: stop.requested,
-        peak_memory=PeakMemory(torch_peak(world)),
+        peak_memory=peak_memory,
         resize=lambda size: parts.resize(size),
         room=Room(),
     )
     store = TokenStore.open(Path(prepared.store))
     whole = built.whole or partial(nullcontext, built.model)
-    parts = Parts(spec, folder, prepared, built.model, whole, run, store, batches, stop, attempt)
+    parts = Parts(spec, folder, prepared, built.model, whole, run, store, batches, stop, attempt, before_loading)
     return parts
 
 

@@ -107,10 +107,15 @@ def warn_of_space(parts: Parts) -> None:
 
 
 def sizes(parts: Parts) -> dict[str, Any]:
-    """What this rank holds, and under `ranks` where each rank stands in the layout and what it holds. All ranks."""
+    """What this rank holds, and under `ranks` where each rank stands in the layout and what it holds. All ranks.
+
+    loading_bytes: the most memory that loading has taken (without mapped files), above what the process had before.
+    """
     world, held = parts.run.world, parts.run.engine.held()
     mine = {"rank": world.rank, "node": world.node, "layout": asdict(world.coordinates)}
     mine |= {"parameter_bytes": held.parameter_bytes, "optimizer_bytes": held.optimizer_bytes}
+    mine |= {"memory_before_loading": parts.memory_before_loading}
+    mine |= {"loading_bytes": parts.run.peak_memory() - parts.memory_before_loading}
     return {
         "parameter_bytes": held.parameter_bytes,
         "trained_parameters": held.trained_parameters,

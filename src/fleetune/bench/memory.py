@@ -1,0 +1,103 @@
+"""What methods need: full fine-tuning, LoRA and QLoRA, each with and without gradient checkpointing, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fleetune.bench.figures import Figures, Spread
+from fleetune.bench.random_model import write_random_model
+from fleetune.bench.table import heading
+from fleetune.bench.training_run import Asked, machine, prepare, run_fleetune
+
+METHODS = ("full", "lora", "qlora")
+
+
+@dataclass(frozen=True)
+class Row:
+    method: str
+    checkpointing: bool
+    runs: tuple[Figures, ...]
+
+    @property
+    def own_bytes(self) -> int:
+        """The most that the rank has needed, without mapped files, above what the process had before it loaded anything."""
+        return max(run.rank_memory_bytes - run.rank_memory_before_bytes for run in self.runs)
+
+    @property
+    def tree_bytes(self) -> int:
+        """The most of the whole process tree; mapped weights count."""
+        return max(run.peak_memory_bytes for run in self.runs)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    asked: Asked
+    machine: dict[str, Any]
+    rows: tuple[Row, ...]
+
+    def saving(self, row: Row) -> float:
+        """Share of what full fine-tuning needs, with the same checkpointing, that this method does not."""
+        full = next(one for one in self.rows if one.method == "full" and one.checkpointing == row.checkpointing)
+        return 1 - row.own_bytes / full.own_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine,
+            "asked": vars(self.asked),
+            "rows": [
+                {
+                    "method": row.method,
+                    "gradient_checkpointing": row.checkpointing,
+                    "rank_bytes_above_baseline": row.own_bytes,
+                    "peak_memory": row.tree_bytes,
+                    "saving": self.saving(row),
+                    "runs": [run.to_json() for run in row.runs],
+                }
+                for row in self.rows
+            ],
+        }
+
+    def lines(self) -> list[str]:
+        head = [
+            *heading(self.asked, self.machine),
+            "| method | checkpointing | above the process itself, GB | saved against full | whole tree, GB | tokens/s |",
+            "|---|---|---|---|---|---|",
+        ]
+        return [*head, *(self._line(row) for row in self.rows)]
+
+    def _line(self, row: Row) -> str:
+        cells = [
+            row.method,
+            "yes" if row.checkpointing else "no",
+            f"{row.own_bytes / 1e9:.2f}",
+            "" if row.method == "full" else f"{100 * self.saving(row):.0f} %",
+            f"{row.tree_bytes / 1e9:.2f}",
+            Spread.of([run.tokens_per_s for run in row.runs]).text(),
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+def measure(asked: Asked, folder: Path, *, tell: Callable[[str], None]) -> MemoryReport:
+    """Measure every method with micro-batches of one sequence. Raises UserError where a run fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if asked.random_parameters is not None:
+        tell("writing a model of random weights")
+        asked = replace(asked, model=str(write_random_model(asked.model, asked.random_parameters, folder / "model")))
+    asked = replace(asked, processes=1, global_batch_size=1)
+    kinds = [(method, checkpointing) for checkpointing in (True, False) for method in METHODS]
+    rows = []
+    for method in METHODS:
+        tell(f"preparing: weights and rows for {method}")
+        prepare(replace(asked, method=method, flags=("--gradient-checkpointing",)), folder / f"prepared-{method}")
+    for method, checkpointing in kinds:
+        name = f"{method}{'-checkpointed' if checkpointing else ''}"
+        flags = ("--gradient-checkpointing",) if checkpointing else ()
+        runs = []
+        for number in range(asked.repeats):
+            tell(f"round {number + 1} of {asked.repeats}: {name}")
+            runs.append(run_fleetune(replace(asked, method=method, flags=flags), folder / f"{name}-{number}"))
+        rows.append(Row(method, checkpointing, tuple(runs)))
+    return MemoryReport(asked, machine(), tuple(rows))
