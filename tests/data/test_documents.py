@@ -179,3 +179,11 @@ def test_a_store_whose_rows_were_deleted_is_refused(make_store: MakeStore) -> No
     (store.rows.folder / "tokens.bin").unlink()
     with pytest.raises(UserError, match=r"tokens\.bin"):
         TokenStore.open(store.folder)
+
+
+def test_sequences_are_told_by_their_number_of_tokens_the_longest_first(make_store: MakeStore) -> None:
+    store = make_store([5, 16, 9, 16, 12], packing=False)
+    tokens = [int(store.documents["length"][store.entries_of(number)["document"]].sum()) for number in range(5)]
+    order = store.longest_first()
+    assert [tokens[number] for number in order] == [16, 16, 12, 9, 5] and sorted(order) == list(range(5))
+    assert order[0] < order[1], "equal ones keep their order"

@@ -86,6 +86,13 @@ def test_seeds_and_epochs_have_their_own_orders() -> None:
     assert len(set(orders)) == 4
 
 
+def test_an_order_that_is_given_holds_in_every_epoch() -> None:
+    order = np.array([3, 1, 0, 2])
+    plan = plan_run(4, seed=0, global_batch_size=3, epochs=2, order=order)
+    read = [int(sequence) for step in range(plan.num_steps) for sequence in plan.step(step)]
+    assert read == [3, 1, 0, 2, 3, 1, 0, 2]
+
+
 def test_a_far_step_is_found_without_walking_there() -> None:
     plan = plan_run(10**9, seed=3, global_batch_size=8, epochs=50)
     found = plan.step(plan.num_steps - 1)

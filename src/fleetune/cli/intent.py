@@ -11,7 +11,7 @@ from typing import Any
 
 from fleetune.cli.foreign import absent_for_deepspeed, earlier_source, foreign_notes, read_foreign
 from fleetune.cli.look import look_at_data
-from fleetune.cli.machines import Machines, find_machines
+from fleetune.cli.machines import LedElsewhere, Machines, find_machines
 from fleetune.cli.place import check_new, default_path
 from fleetune.launch.devices import count_devices
 from fleetune.launch.fleet import Fleet
@@ -58,7 +58,8 @@ class Intent:
 
 
 def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True, processes: int | None = None) -> Intent:
-    """From flags, environment and file to a run that could be started. Raises one UserError with all problems.
+    """From flags, environment and file to a run that could be started. Raises one UserError with all problems; LedElsewhere
+    where another machine leads the run.
 
     is_start: it is to be started now, so there must be data, and its folder must be free or the one to go on in.
     processes: how many run already, where a foreign launcher has started them.
@@ -71,6 +72,8 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True, 
     def attempt(action: Callable[[], Any]) -> Any:
         try:
             return action()
+        except LedElsewhere:
+            raise
         except UserError as error:
             problems.extend(error.problems)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleetune.launch.addresses import is_own
 from fleetune.launch.checks import speed
 from fleetune.launch.devices import Device, choose_processes
-from fleetune.launch.fleet import Fleet
+from fleetune.launch.fleet import Fleet, resolve_quietly
 from fleetune.launch.shares import counts_given, share_out
 from fleetune.launch.survey import Survey, survey_fleet
 from fleetune.spec.cluster_file import choose_cluster
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.run_spec import RunSpec
+
+
+class LedElsewhere(UserError):
+    """This machine is not the first of the run: whoever asked has nothing to mend, and nothing to do here."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,34 @@ class Machines:
             self.fleet.close()
 
 
+def led_elsewhere(spec: RunSpec) -> str | None:
+    """Why there is nothing to do on this machine: by its node_rank another one leads the run. None where this one does.
+
+    Raises UserError for a number that no machine has, or that is another machine's.
+    """
+    rank = spec.machines.node_rank
+    cluster = choose_cluster(spec.machines, Path.cwd()) if rank is not None else None
+    if rank is None or (cluster is None and rank == 0):
+        return None
+    if cluster is None:
+        raise UserError(f"node_rank {rank} is out of range, since no machines are named: give --hosts a,b, or leave it out")
+    if rank >= len(cluster.hosts):
+        numbers = f"0 to {len(cluster.hosts) - 1}" if len(cluster.hosts) > 1 else "0 alone"
+        raise UserError(
+            f"node_rank {rank} is out of range: machines ({cluster.origin}) are numbered {numbers}: give one of these"
+        )
+    host = cluster.hosts[rank]
+    address = resolve_quietly(host.rpartition("@")[2])
+    if address is not None and not is_own(address):
+        raise UserError(
+            f"node_rank {rank} is {host} ({cluster.origin}), and this machine ({socket.gethostname()}) has not its address: "
+            "give the number of this machine"
+        )
+    if rank == 0:
+        return None
+    return f"machine {rank} ({host}) is led by machine 0 ({cluster.hosts[0]}), which starts its processes: nothing to do here"
+
+
 def find_machines(spec: RunSpec, folder: Path, *, is_start: bool) -> Machines:
     """What a run would compute on. folder: where it would live. Raises UserError.
 
@@ -37,6 +71,9 @@ def find_machines(spec: RunSpec, folder: Path, *, is_start: bool) -> Machines:
     """
     asked = spec.machines
     cluster = choose_cluster(asked, Path.cwd())
+    elsewhere = led_elsewhere(spec)
+    if elsewhere is not None:
+        raise LedElsewhere(elsewhere)
     if cluster is None:
         return _this_machine(spec, 1)
     if not is_start:

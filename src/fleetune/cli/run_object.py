@@ -109,6 +109,7 @@ def train(*, file: Text | None = None, **fields: Any) -> Run:
     and has saved, RuntimeError for a crash.
     """
     from fleetune.cli.intent import work_out
+    from fleetune.cli.smoke import refuse
     from fleetune.cli.start import start
     from fleetune.cli.torchrun import is_foreign, start_as_rank
     from fleetune.cli.words import say
@@ -117,7 +118,9 @@ def train(*, file: Text | None = None, **fields: Any) -> Run:
     if is_foreign(os.environ):
         finished = start_as_rank(given, path, tell=say, show=lambda intent: None)
     else:
-        finished = start(work_out(given, path), tell=say)
+        intent = work_out(given, path)
+        refuse(intent, "fleetune.train")
+        finished = start(intent, tell=say)
     if finished.exit_code == EXIT_USER:
         raise UserError(*(finished.problems() or ["the run found something to mend: see its logs"]))
     if finished.exit_code == EXIT_PREEMPTED:

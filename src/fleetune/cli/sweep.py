@@ -87,6 +87,9 @@ def settings_of(sweep: Sweep, candidate: Candidate) -> dict[str, Any]:
 def _problems(sweep: Sweep, candidate: Candidate) -> Iterator[str]:
     if (sweep.folder / candidate.name / "summary.json").is_file():
         return
+    if candidate.values.get("smoke"):
+        yield f"run {candidate.name}: smoke is of the command fleetune train, and a sweep cannot try a run out: leave it out"
+        return
     try:
         work_out(Source("file", settings_of(sweep, candidate), name=f"run {candidate.name}"))
     except UserError as error:

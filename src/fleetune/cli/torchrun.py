@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetune.cli.intent import Intent, with_plan, work_out
 from fleetune.cli.place import opened
+from fleetune.cli.smoke import refuse
 from fleetune.cli.start import Finished
 from fleetune.launch.ending import next_attempt
 from fleetune.monitor.progress import ProgressView
@@ -74,7 +75,9 @@ def _asked(flags: Source, file: Path | None, meeting: Meeting) -> Intent:
     earlier = meeting.recall("folder") if meeting.restart else None
     if earlier is not None and RunFolder(Path(earlier)).exists():
         values |= {"run": earlier, "resume": True}
-    return work_out(Source(flags.kind, values), file, processes=meeting.place.world_size)
+    intent = work_out(Source(flags.kind, values), file, processes=meeting.place.world_size)
+    refuse(intent, "a foreign launcher's ranks")
+    return intent
 
 
 def _follow(meeting: Meeting) -> Finished:

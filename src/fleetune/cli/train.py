@@ -11,6 +11,8 @@ from pathlib import Path
 
 from fleetune.cli.flags import Flags
 from fleetune.cli.intent import Intent, work_out
+from fleetune.cli.machines import LedElsewhere
+from fleetune.cli.smoke import Trial, smoke
 from fleetune.cli.start import Finished, start
 from fleetune.cli.torchrun import is_first, is_foreign, start_as_rank
 from fleetune.cli.words import say, table
@@ -40,10 +42,16 @@ def run(words: Sequence[str]) -> int:
         if finished.exit_code == EXIT_DONE and is_first():
             print_summary(finished.summary(), stream=sys.stdout)
         return finished.exit_code
-    intent = work_out(typed.source(), file_of(typed.words))
+    try:
+        intent = work_out(typed.source(), file_of(typed.words))
+    except LedElsewhere as elsewhere:
+        say(str(elsewhere))
+        return EXIT_DONE
     is_quiet = intent.spec.output.log_level in ("warning", "error")
     if not is_quiet:
         tell_intent(intent)
+    if intent.spec.output.smoke:
+        return tell_trial(smoke(intent, tell=say), as_json=intent.spec.output.json_output)
     finished = start(intent, tell=say)
     if finished.exit_code == EXIT_DONE:
         tell_result(finished, as_json=intent.spec.output.json_output)
@@ -75,6 +83,12 @@ def tell_result(finished: Finished, *, as_json: bool) -> None:
         print(json.dumps(finished.summary(), ensure_ascii=False))
     else:
         print_summary(finished.summary(), stream=sys.stdout)
+
+
+def tell_trial(trial: Trial, *, as_json: bool) -> int:
+    if trial.exit_code == EXIT_DONE:
+        print(json.dumps(trial.figures) if as_json else "\n".join(table(trial.rows)))
+    return trial.exit_code
 
 
 def tell_account(finished: Finished) -> None:

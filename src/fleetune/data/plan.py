@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,8 @@ class SamplePlan:
 
     num_sequences: sequences of the store. num_steps: the run ends before this step. last_position: it reads no position
     from here on. first_step, first_position: where this (perhaps resumed) run begins; `first_position` is the
-    `next_sequence` of a checkpoint.
+    `next_sequence` of a checkpoint. order: int64 [num_sequences], the sequences of every epoch in this order instead of a
+    permutation.
     """
 
     num_sequences: int
@@ -29,6 +30,7 @@ class SamplePlan:
     last_position: int
     first_step: int = 0
     first_position: int = 0
+    order: np.ndarray | None = field(default=None, compare=False)
 
     def positions(self, step: int) -> range:
         """The positions that `step` (0-based, not before `first_step`) reads."""
@@ -45,6 +47,8 @@ class SamplePlan:
         """Sequence numbers at `positions` of the run, int64 [len(positions)]."""
         where = np.arange(positions.start, positions.stop, dtype=np.int64)
         epochs, within = np.divmod(where, self.num_sequences)
+        if self.order is not None:
+            return self.order[within]
         found = np.empty_like(where)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
@@ -65,10 +69,11 @@ def plan_run(
     max_steps: int | None = None,
     first_step: int = 0,
     first_position: int = 0,
+    order: np.ndarray | None = None,
 ) -> SamplePlan:
     """The plan of a run of `max_steps` full steps, or else of `epochs`, from where it stands.
 
-    first_step, first_position: steps done, and the `next_sequence` of their checkpoint.
+    first_step, first_position: steps done, and the `next_sequence` of their checkpoint. order: see `SamplePlan`.
     """
     if num_sequences < 1:
         raise ValueError("a plan needs at least one sequence")
@@ -78,4 +83,4 @@ def plan_run(
     else:
         last = max(sequences_of_run(num_sequences, epochs), first_position)
         steps = first_step + -(-(last - first_position) // global_batch_size)
-    return SamplePlan(num_sequences, seed, global_batch_size, steps, last, first_step, first_position)
+    return SamplePlan(num_sequences, seed, global_batch_size, steps, last, first_step, first_position, order)

@@ -115,6 +115,11 @@ class TokenStore:
         row_number = np.concatenate([[0], np.cumsum(np.diff(ordinals) != 0)])
         return int(np.searchsorted(row_number, max_rows, side="left"))
 
+    def longest_first(self) -> np.ndarray:
+        """The sequences by their number of tokens, int64 [S], the longest first; equal ones in their order."""
+        before = np.concatenate([[0], np.cumsum(self.documents["length"][self.entries["document"]], dtype=np.int64)])
+        return np.argsort(-np.diff(before[self.bounds]), kind="stable")
+
     def entries_of(self, sequence: int) -> np.ndarray:
         """`ENTRY` [D] of one sequence."""
         return self.entries[int(self.bounds[sequence]) : int(self.bounds[sequence + 1])]

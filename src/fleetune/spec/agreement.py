@@ -19,7 +19,13 @@ def without_effect(resolved: Resolved) -> list[str]:
     Flags and arguments of this start must have an effect. A file may hold what suits several runs, so of its settings
     only those are refused that promise something which cannot come.
     """
-    return [*_without_held_out(resolved), *_of_another_kind(resolved)]
+    return [*_without_held_out(resolved), *_of_another_kind(resolved), *_of_a_trial(resolved)]
+
+
+def _of_a_trial(resolved: Resolved) -> Iterator[str]:
+    output = resolved.spec.output
+    if output.smoke and output.resume:
+        yield "smoke tries a new run out, and resume goes on with one: leave out one of them"
 
 
 def _without_held_out(resolved: Resolved) -> Iterator[str]:

@@ -19,6 +19,13 @@ class MachinesSection(Section):
         le=1024,
         resume=True,
     )
+    node_rank: int | None = _field(
+        None,
+        "Which machine this one is, where the command is given on each of them: number 0 leads the run and starts the "
+        "processes of the others, on which it ends at once. Numbers follow --hosts or the cluster file; they balance no load.",
+        ge=0,
+        resume=True,
+    )
     gpus_per_node: Numbers = _field(
         (), "Processes on each machine, in the order of the hosts, as 3,2,2. Empty: --gpus, shared out evenly.", resume=True
     )

@@ -177,6 +177,11 @@ class OutputSection(_Section):
         0, "Stop after this many evaluations without a better held-out loss; 0 never does.", ge=0, resume=True
     )
     log_level: Literal["debug", "info", "warning", "error"] = _field("info", "How much the logs say.", resume=True)
+    smoke: bool = _field(
+        False,
+        "Try the whole way in about a minute, then stop: the longest batch, an evaluation, a save, a resume and an export. "
+        "Nothing is kept.",
+    )
     json_output: bool = _field(False, "Print the summary as JSON on stdout, for programs.", aliases=("json",), resume=True)
 
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from fleetune.training.progress import Run
     from fleetune.training.signals import StopRequest
 
+#: Held-out rows that a trial (`--smoke`) looks at.
+_SMOKE_ROWS = 8
 _log = logging.getLogger(__name__)
 
 
@@ -112,6 +114,7 @@ class Parts:
             tokenizer=lambda: self.tokenizer,
             max_new_tokens=output.max_new_tokens if output.exact_match else None,
             tell=self._tell_evaluating,
+            max_rows=_SMOKE_ROWS if output.smoke else None,
         )
         run.evaluate = self.held_out.loss
         if run.progress.step == 0:

@@ -24,6 +24,7 @@ class HeldOut:
 
     tokenizer: gives the tokenizer when replies are decoded. max_new_tokens: None where no exact match was asked for.
     whole: gives the model that replies. tell: hears how far `assess` is.
+    max_rows: only the first so many rows; None: all.
     """
 
     store: TokenStore
@@ -35,6 +36,7 @@ class HeldOut:
     tokenizer: Callable[[], Any]
     max_new_tokens: int | None = None
     tell: Tell = nobody
+    max_rows: int | None = None
     replies: list[Reply] = field(default_factory=list)
 
     @staticmethod
@@ -52,6 +54,7 @@ class HeldOut:
             micro_batch_tokens=self.micro_batch_tokens,
             data_rank=self.world.data_rank,
             data_ranks=self.world.data_ranks,
+            max_rows=self.max_rows,
         )
         return held_out_loss(self.engine.evaluate, batches, self.world, self.stop_requested)
 
@@ -59,11 +62,12 @@ class HeldOut:
         """Loss, perplexity, and exact match where it was asked for; keeps the replies."""
         from fleetune.training.evaluation import end_tokens, questions_of
 
-        self.tell("held-out loss", 0, len(self.store.documents))
+        count = self.store.num_documents_of(self.max_rows)
+        self.tell("held-out loss", 0, count)
         loss, trained_tokens = self.loss()
         self.replies = []
         if self.max_new_tokens is not None:
-            questions = questions_of(self.store)
+            questions = questions_of(self.store, max_rows=self.max_rows)
             tokenizer = self.tokenizer()
             engine, stop = self.engine, end_tokens(questions, tokenizer)
             with self.whole() as model:
@@ -76,7 +80,7 @@ class HeldOut:
                     lockstep=engine.lockstep,
                     tell=self.tell,
                 )
-        return assessment(loss, trained_tokens, len(self.store.documents), self.replies)
+        return assessment(loss, trained_tokens, count, self.replies)
 
     def _replies_of(self, model: CausalModel, tokenizer: Any, stop: set[int]) -> Generate:
         from fleetune.training.generation import greedy

@@ -71,6 +71,7 @@ def plan_of(parts: Parts) -> SamplePlan:
         max_steps=optimization.max_steps,
         first_step=progress.step,
         first_position=progress.next_sequence,
+        order=parts.store.longest_first() if parts.spec.output.smoke else None,
     )
 
 
