@@ -32,11 +32,6 @@ def translated(rows: str, *words: str, **environment: str) -> list[str]:
     return found[3:]
 
 
-@pytest.mark.claim(
-    "H16",
-    command="python finetune.py --num_nodes=4",
-    seen="--num_nodes is handed on",
-)
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [

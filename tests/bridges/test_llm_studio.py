@@ -158,6 +158,46 @@ def test_the_config_of_a_run_is_read_back_as_that_run(table):
     assert [message["content"] for message in rows[0]["messages"]] == ["Hi", "Hello"]
 
 
+#: Fields of LLM Studio's config classes (h2oai/h2o-llmstudio, python_configs/text_causal_language_modeling_config.py). Its
+#: reader gives what is absent its default and passes over what it does not know: only what it knows may be written.
+THEIRS = {
+    "": "experiment_name llm_backbone problem_type dataset training tokenizer architecture augmentation prediction environment",
+    "dataset": "train_dataframe validation_strategy validation_dataframe validation_size data_sample system_column "
+    "prompt_column answer_column parent_id_column text_system_start text_prompt_start text_answer_separator "
+    "add_eos_token_to_system add_eos_token_to_prompt add_eos_token_to_answer limit_chained_samples mask_prompt_labels "
+    "only_last_answer",
+    "training": "loss_function optimizer learning_rate batch_size epochs schedule min_learning_rate_ratio warmup_epochs "
+    "weight_decay gradient_clip grad_accumulation lora use_dora use_rslora lora_r lora_alpha lora_dropout lora_target_modules",
+    "tokenizer": "max_length padding_quantile",
+    "architecture": "backbone_dtype gradient_checkpointing intermediate_dropout",
+    "prediction": "metric max_length_inference",
+    "environment": "gpus mixed_precision mixed_precision_dtype use_deepspeed deepspeed_method huggingface_branch "
+    "number_of_workers seed",
+}
+
+
+@pytest.mark.claim(
+    "H41",
+    command="python -m fleetune.bridges.llm_studio --write RUN cfg.yaml",
+    seen="every key that is written is a field of LLM Studio's config, also held-out tables and DeepSpeed",
+)
+def test_only_fields_of_llm_studio_are_written_and_its_switches_are_set(table):
+    asked = {"model": "org/model", "data": str(table), "validation": str(table), "zero_stage": 3, "use_deepspeed": True,
+             "quantize": "int8", "method": "lora", "schedule": "linear"}  # fmt: skip
+    written = write_config(resolve(flags=Source("argument", asked)).spec.flat(), name="first")
+    for section, names in THEIRS.items():
+        assert set(written if not section else written.get(section, {})) <= set(names.split()), section
+    assert (written["dataset"]["validation_strategy"], written["dataset"]["validation_dataframe"]) == ("custom", str(table))
+    assert (written["environment"]["use_deepspeed"], written["environment"]["deepspeed_method"]) == (True, "ZeRO3")
+    assert written["architecture"]["backbone_dtype"] == "int8" and written["training"]["schedule"] == "Linear"
+    again = read_config(written)
+    assert again["validation"] and (again["use_deepspeed"], again["zero_stage"]) == (True, 3)
+    written["dataset"]["validation_strategy"] = "automatic"
+    assert "validation" not in read_config(written), "LLM Studio does not look at the table then"
+    alone = write_config(resolve(flags=Source("argument", {"model": "org/model", "data": str(table)})).spec.flat(), name="x")
+    assert alone["dataset"]["validation_size"] == 0.01 and alone["environment"]["use_deepspeed"] is False
+
+
 def test_the_command_says_what_is_wrong_and_how_it_is_used(capsys, tmp_path):
     assert main([]) == 2 and "usage" in capsys.readouterr().err
     assert main([str(tmp_path / "none.yaml")]) == 2 and "does not exist" in capsys.readouterr().err

@@ -42,11 +42,6 @@ def test_a_class_is_the_model_of_its_key():
     command="from fleetune.bridges.xturing.models import create_model",
     seen="the rest of xTuring's Python",
 )
-@pytest.mark.claim(
-    "X35",
-    command='model.finetune(dataset, logger="wandb")',
-    seen="an unknown tracker is refused",
-)
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -26,6 +26,11 @@ def test_this_machine_is_described_without_importing_torch(tmp_path: Path) -> No
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.claim(
+    "H8",
+    command="fleetune doctor --hosts a,b",
+    seen="bandwidth and round trip of every way between two machines, and a real all-reduce",
+)
 def test_two_machines_are_measured_and_really_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "--hosts", "127.0.0.1,127.0.0.2", "--device", "cpu", "--json"]) == 0
@@ -34,6 +39,8 @@ def test_two_machines_are_measured_and_really_sum(tmp_path: Path, monkeypatch: p
     assert (
         found["all_reduce"]["seconds"] > 0 and found["all_reduce"]["backend"] == "gloo" and found["all_reduce"]["pairs"] == {}
     )
+    (shared,) = [entry for entry in found["findings"] if "share the file system" in entry["text"]]
+    assert shared["level"] == "note" and list(tmp_path.iterdir()) == []
     assert all(abs(facts["clock_skew_s"]) < 5 for facts in found["machines"].values())
 
 
@@ -42,6 +49,11 @@ def test_a_machine_that_cannot_be_reached_is_the_persons_to_mend(capsys) -> None
     assert "no-such-host.invalid has no address" in capsys.readouterr().err
 
 
+@pytest.mark.claim(
+    "H33",
+    command="fleetune doctor --hosts a,b",
+    seen="the pair that cannot talk is named, with the cause and a fix",
+)
 def test_a_pair_that_cannot_sum_is_named_and_what_follows_from_it_is_not() -> None:
     meeting = Meeting(pairs={"a and c": "Connection refused"})
     (finding,) = meeting.findings()

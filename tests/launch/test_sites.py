@@ -132,6 +132,11 @@ def test_logs_are_forwarded_as_they_grow_and_a_node_can_write_nowhere_else(tmp_p
     assert threading.active_count() < 20
 
 
+@pytest.mark.claim(
+    "H9",
+    command="fleetune doctor --hosts a,b",
+    seen="another Python, torch, CUDA or code on one of them is an error that names both",
+)
 def test_machines_are_compared_by_what_decides_over_numbers() -> None:
     facts = machine_facts()
     other = {**facts, "packages": {**facts["packages"], "torch": "2.9.1"}, "python": "3.9.1", "code": "x"}
@@ -149,6 +154,46 @@ def test_versions_with_known_holes_are_warned_of() -> None:
     assert not [finding for finding in checks.check_machine("a", facts) if "older than" in finding.text]
 
 
+@pytest.mark.claim(
+    "H6",
+    command="fleetune doctor",
+    seen="the distribution is told; another system, or an older Ubuntu, is warned of",
+)
+def test_the_system_is_told_and_an_old_one_is_warned_of() -> None:
+    facts = machine_facts()
+    assert facts["system"].startswith("Linux ") and facts["distribution"]
+    for distribution, is_told in (("Ubuntu 18.04.6 LTS", True), ("Ubuntu 20.04 LTS", False), ("Debian GNU/Linux 12", False)):
+        found = checks.check_machine("a", {**facts, "distribution": distribution})
+        told = [finding for finding in found if "older than Ubuntu 20.04" in finding.text]
+        assert bool(told) == is_told and all(finding.level == "warning" and finding.fix for finding in told)
+    (other,) = [f for f in checks.check_machine("a", {**facts, "system": "Darwin 23.1"}) if "no Linux" in f.text]
+    assert other.level == "warning"
+
+
+@pytest.mark.claim(
+    "H7",
+    command="fleetune doctor",
+    seen="a GPU below 16 GB is a warning, CUDA below 11.7 an error, no GPU a note",
+)
+def test_small_gpus_and_an_old_cuda_are_told_and_a_cpu_is_enough() -> None:
+    facts = {**machine_facts(), "cuda": "12.8", "visible_gpus": 1}
+    card = {"name": "Tesla T4", "memory_bytes": 8 << 30, "used_bytes": 0}
+    (small,) = [f for f in checks.check_machine("a", {**facts, "gpus": [card]}) if "less than the 16 GB" in f.text]
+    assert small.level == "warning" and "Tesla T4" in small.text
+    enough = {**card, "memory_bytes": 16 << 30}
+    assert not [f for f in checks.check_machine("a", {**facts, "gpus": [enough]}) if "less than" in f.text]
+    (old,) = [f for f in checks.check_machine("a", {**facts, "gpus": [], "cuda": "11.6"}) if "CUDA 11.6" in f.text]
+    assert old.level == "error" and "older than 11.7" in old.text
+    without = {**facts, "gpus": [], "visible_gpus": 0, "cuda": None}
+    (cpu,) = [finding for finding in checks.check_machine("a", without) if "CPU cores" in finding.text]
+    assert cpu.level == "note"
+
+
+@pytest.mark.claim(
+    "X28",
+    command="fleetune doctor",
+    seen="ports of InfiniBand and RoCE cards are found, and told where they are not active",
+)
 def test_infiniband_and_roce_ports_are_seen(tmp_path: Path) -> None:
     for device, layer, state in (("mlx5_0", "InfiniBand", "4: ACTIVE"), ("mlx5_1", "Ethernet", "1: DOWN")):
         port = tmp_path / "class" / "infiniband" / device / "ports" / "1"
@@ -159,6 +204,17 @@ def test_infiniband_and_roce_ports_are_seen(tmp_path: Path) -> None:
     assert [(port["kind"], port["active"]) for port in found] == [("InfiniBand", True), ("RoCE", False)]
     told = checks.check_machine("a", {**machine_facts(), "infiniband": found})
     assert any("RoCE mlx5_1 port 1 is not active" in finding.text for finding in told)
+
+
+@pytest.mark.claim(
+    "H8",
+    command="fleetune doctor --hosts a,b",
+    seen="less than 1 Gbit/s is a warning that names both ends and says that an adapter needs less",
+)
+def test_machines_with_disks_of_their_own_are_named() -> None:
+    assert "they share" in checks.check_shared("/runs", [("a", True), ("b", True)]).text
+    apart = checks.check_shared("/runs", [("a", True), ("b", False), ("c", True)])
+    assert apart.about == "b" and "checkpoints and results lie on a" in apart.text and apart.level == "note"
 
 
 def test_a_slow_or_cut_way_between_two_machines_is_told_by_both_names() -> None:

@@ -21,16 +21,6 @@ def test_a_rule_that_only_the_model_tells_says_the_same():
     )
 
 
-@pytest.mark.claim(
-    "X1",
-    command="fleetune train --pipeline 2",
-    seen="layouts that cannot be are refused",
-)
-@pytest.mark.claim(
-    "X26",
-    command="fleetune train --zero-stage 3",
-    seen="rules of layouts",
-)
 def test_every_rule_says_why_and_what_works_instead():
     for rule in RULES:
         assert rule.what and rule.why and rule.instead.startswith(("give", "leave", "use")), rule
@@ -62,16 +52,6 @@ def test_data_parallel_is_the_replicated_engines():
     assert choose_engine(RunSpec(), Layout(replicate=4)) == "replicated"
 
 
-@pytest.mark.claim(
-    "H28",
-    command="fleetune train --engine deepspeed",
-    seen="what no engine takes is refused with what works instead",
-)
-@pytest.mark.claim(
-    "X4",
-    command="fleetune train --engine deepspeed",
-    seen="refused where it is not possible",
-)
 def test_stages_are_the_pipelined_engines_which_refuses_what_it_cannot_combine(tiny_llama):
     assert choose_engine(RunSpec(), Layout(replicate=2, pipeline=2)) == "pipelined"
     (problem,) = refusals(Asked(RunSpec(), Layout(tensor=2, pipeline=2), "pipelined", "cpu", read_shape(tiny_llama)))
@@ -82,11 +62,6 @@ def test_stages_are_the_pipelined_engines_which_refuses_what_it_cannot_combine(t
     "H26",
     command="fleetune train --replicate 2 --shard 2",
     seen="a layout of axes is planned, and refused where the numbers do not multiply",
-)
-@pytest.mark.claim(
-    "X3",
-    command="fleetune train --replicate 2 --shard 2",
-    seen="a grid of axes is planned",
 )
 def test_the_plan_names_the_layout_and_refuses_numbers_that_do_not_multiply(tiny_llama, capsys):
     words = ["plan", "--model", str(tiny_llama), "--device", "cpu", "--gpus", "4"]

@@ -57,7 +57,13 @@ def test_what_cannot_be_is_refused_with_what_works(tiny_llama, scheme):
     with pytest.raises(UserError, match=rf"quantize {scheme} with method full: .*Give --method lora"):
         planned(tiny_llama, method="full", quantize=scheme)
     spec = resolve(flags=flags_given({"model": "m", "data": "d", "quantize": scheme})).spec
-    for layout, engine in ((Layout(shard=2), "native"), (Layout(pipeline=2), "native"), (Layout(2), "deepspeed")):
-        (problem,) = refusals(Asked(spec, layout, engine, "cpu"))
+    pieces = resolve(flags=flags_given({"model": "m", "data": "d", "quantize": scheme, "zero_stage": 3})).spec
+    for asked, layout, engine in (
+        (spec, Layout(shard=2), "native"),
+        (spec, Layout(pipeline=2), "native"),
+        (pieces, Layout(2), "deepspeed"),
+    ):
+        (problem,) = refusals(Asked(asked, layout, engine, "cpu"))
         assert f"quantize {scheme} with" in problem and "Give --replicate" in problem
-    assert not refusals(Asked(spec, Layout(2), "native", "cpu"))
+    for engine in ("native", "deepspeed"):
+        assert not refusals(Asked(spec, Layout(2), engine, "cpu"))

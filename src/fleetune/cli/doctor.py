@@ -25,8 +25,8 @@ from fleetune.spec.given import environment_given
 from fleetune.spec.read import resolve
 
 ABOUT = """Look whether this machine, or several together (--hosts, --cluster), can train: versions, devices, memory, disks,
-and every way between two machines, with a sum over all of them as training makes it. Nothing is loaded and nothing is
-written. Exit code 3 where something will not work."""
+and every way between two machines, with a sum over all of them as training makes it. Nothing is loaded and nothing
+stays. Exit code 3 where something will not work."""
 
 FIELDS = ("nodes", "hosts", "cluster", "on", "ssh_config", "device", "allow_public_address", "run")
 _LEVELS = ("error", "warning", "note")

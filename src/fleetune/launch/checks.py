@@ -11,7 +11,7 @@ Facts = Mapping[str, Any]
 
 #: Oldest versions without a known hole through which a model or a data set can run code.
 SAFE_VERSIONS = {"torch": "2.10", "transformers": "5.3", "jinja2": "3.1.6"}
-OLDEST = {"python": "3.10", "cuda": "11.7"}
+OLDEST = {"python": "3.10", "cuda": "11.7", "ubuntu": "20.04"}
 #: Advised, not demanded: a small model fits in less.
 GPU_BYTES = 15 << 30
 _SHM_BYTES = 256 << 20
@@ -38,7 +38,7 @@ class Finding:
 
 def check_machine(name: str, facts: Facts) -> list[Finding]:
     """Findings about one machine alone."""
-    found = [*_versions(name, facts), *_devices(name, facts)]
+    found = [*_system(name, facts), *_versions(name, facts), *_devices(name, facts)]
     if facts["available_bytes"] < _MEMORY_BYTES:
         found.append(
             Finding("warning", name, f"only {gigabytes(facts['available_bytes'])} of memory are free", "End other programs")
@@ -68,6 +68,16 @@ def check_disks(name: str, disks: Sequence[Facts]) -> list[Finding]:
             text = f"the disk of {disk['folder']} has {gigabytes(disk['free_bytes'])} free"
             found.append(Finding("warning", name, text, "Free some, or choose another place (--run, FLEETUNE_CACHE)"))
     return found
+
+
+def check_shared(folder: str, sees: Sequence[tuple[str, bool]]) -> Finding:
+    """sees: whether each machine, the first one first, sees what the first one writes there."""
+    first, *others = sees
+    apart = [name for name, does in others if not does]
+    if not apart:
+        return Finding("note", "all machines", f"they share the file system of {folder}")
+    text = f"{folder} is on a disk of its own there: checkpoints and results lie on {first[0]}, and travel to it"
+    return Finding("note", " and ".join(apart), text)
 
 
 def check_equality(machines: Sequence[tuple[str, Facts]]) -> list[Finding]:
@@ -121,6 +131,17 @@ def check_pair(first: str, second: str, measured: Facts) -> list[Finding]:
             Finding("warning", about, f"a round trip takes {1000 * measured['rtt_s']:.1f} ms", "Use machines of one room")
         )
     return found
+
+
+def _system(name: str, facts: Facts) -> list[Finding]:
+    if not facts["system"].startswith("Linux"):
+        text = f"{facts['system']} is no Linux: one process trains here, and what needs several was never tried"
+        return [Finding("warning", name, text, "Use Linux, Ubuntu 20.04 or later")]
+    found = re.match(r"Ubuntu (\d+\.\d+)", facts["distribution"])
+    if found and version_key(found[1]) < version_key(OLDEST["ubuntu"]):
+        text = f"{facts['distribution']} is older than Ubuntu {OLDEST['ubuntu']}"
+        return [Finding("warning", name, text, "Upgrade it, or use a container with a newer system")]
+    return []
 
 
 def _versions(name: str, facts: Facts) -> list[Finding]:

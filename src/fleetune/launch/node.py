@@ -81,6 +81,7 @@ class Node:
         self._link.send({"hello": machine_facts()})
         actions = {
             "disks": self._disks,
+            "sees": lambda order: self._link.send({"sees": Path(order["path"]).exists()}),
             "clock": lambda order: self._link.send({"clock": time.time(), "asked": order["asked"]}),
             "address": self._address,
             "listen": lambda order: self._link.send({"listening": self._pairs.listen(order["address"], order["token"])}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ def survey_fleet(fleet: Fleet, folder: Path) -> Survey:
     for node in fleet.nodes:
         node.facts["disks"] = disks[node.number]["disks"]
         found.findings += checks.check_disks(node.host, node.facts["disks"])
+    _shared(fleet, folder, found)
     _clocks(fleet, found)
     port = fleet.cluster.port
     problem = port_problem(fleet.nodes[0].address, port) if port is not None else None
@@ -64,6 +66,17 @@ def survey_fleet(fleet: Fleet, folder: Path) -> Survey:
 def rounds_of(fleet: Fleet) -> Iterator[tuple[FleetNode, FleetNode]]:
     """Every pair of nodes, one after the other, so that none disturbs the measurement of another."""
     yield from itertools.combinations(fleet.nodes, 2)
+
+
+def _shared(fleet: Fleet, folder: Path, found: Survey) -> None:
+    """Whether all see one file system where the run will live: by a file that is there for a moment."""
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".fleetune-", dir=place) as mark:
+            answers = fleet.ask({"do": "sees", "path": mark.name}, "sees", _ANSWER_S)
+    except OSError:
+        return  # that it cannot be written to is told with the disks
+    found.findings.append(checks.check_shared(str(folder), [(node.host, answers[node.number]["sees"]) for node in fleet.nodes]))
 
 
 def _clocks(fleet: Fleet, found: Survey) -> None:

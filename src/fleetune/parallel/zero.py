@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fleetune.models.quantized_linear import resting_parts
 from fleetune.parallel import zero_library as library
 from fleetune.parallel.bits import bits_of, fingerprint_of
 from fleetune.parallel.engines import Built, EngineRequest
@@ -180,7 +181,7 @@ class ZeroEngine:
         pointers = {piece.untyped_storage().data_ptr() for piece in kept}
         copies = [flat for flat in flats if flat.untyped_storage().data_ptr() not in pointers]
         return Held(
-            parameter_bytes=sum(num_bytes(piece) for piece in kept),
+            parameter_bytes=sum(num_bytes(piece) for piece in (*kept, *resting_parts(self._model.module))),
             optimizer_bytes=sum(num_bytes(tensor) for tensor in (*moments, *copies)),
             trained_parameters=sum(torch.Size(shape_of(parameter)).numel() for _, parameter in self._named),
             trained_here=sum(flat.numel() for flat in flats),

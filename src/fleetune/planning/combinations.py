@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fleetune.planning.pipeline_rules import PIPELINE_RULES
 from fleetune.planning.rule import Asked, Rule
+from fleetune.planning.zero import zero_of
 from fleetune.planning.zero_rules import ZERO_RULES
 
 
@@ -67,7 +68,7 @@ LAYOUT_RULES = (
 def _quantised_in_pieces(asked: Asked) -> str | None:
     quantize, layout = asked.spec.adaptation.quantize, asked.layout
     split = [f"{axis} {size}" for axis, size in layout.to_json().items() if axis != "replicate" and size > 1]
-    split += [f"engine {asked.engine}"] if asked.engine == "deepspeed" else []
+    split += ["zero_stage 3"] if asked.engine == "deepspeed" and zero_of(asked.spec).stage == 3 else []
     return f"quantize {quantize} with {' and '.join(split)}" if quantize != "none" and split else None
 
 
@@ -88,10 +89,10 @@ QUANTISATION_RULES = (
         instead="give --method lora, or leave --quantize out",
     ),
     Rule(
-        what="`--quantize int8|nf4` (`--method qlora`) and any layout but `--replicate`",
+        what="`--quantize int8|nf4` (`--method qlora`) and any layout but `--replicate`, or `--zero-stage 3`",
         collides=_quantised_in_pieces,
         why="a quantised weight is packed bytes with scales of their own, which no cut of the model into pieces keeps together",
-        instead="give --replicate, under which only the adapters travel, or leave --quantize out",
+        instead="give --replicate (or --zero-stage 2), under which only the adapters travel, or leave --quantize out",
     ),
 )
 

@@ -126,7 +126,7 @@ def _rows(get: Callable[[str], Any]) -> dict[str, Any]:
     only_whole = bool(get("dataset.limit_chained_samples"))
     fields: dict[str, Any] = {"data": _table(str(get("dataset.train_dataframe")), columns, only_whole)}
     held_out = _or_none(get("dataset.validation_dataframe"))
-    if held_out is not None:
+    if held_out is not None and get("dataset.validation_strategy") != "automatic":
         fields["validation"] = _table(held_out, columns, only_whole)
     elif get("dataset.validation_size"):
         fields["validation_share"] = get("dataset.validation_size")
@@ -183,14 +183,16 @@ def write_config(values: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     }
     document["dataset"] = {
         "train_dataframe": values["data"][0] if values["data"] else "",
+        "validation_strategy": "custom" if values["validation"] else "automatic",
         "validation_dataframe": values["validation"][0] if values["validation"] else "",
-        "validation_size": values["validation_share"],
+        "validation_size": values["validation_share"] or 0.01,  # LLM Studio always holds some out
         "prompt_column": [columns.get("prompt", "instruction")],
         "answer_column": columns.get("response", "output"),
         "system_column": columns.get("system", "None"),
         "parent_id_column": "None",
         "mask_prompt_labels": values["train_on"] == "assistant",
     }
+    is_deepspeed = values["use_deepspeed"] or values["engine"] == "deepspeed" or bool(values["deepspeed"])
     dtypes = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "auto": "bfloat16"}
     quantized = {"int8": "int8", "nf4": "int4"}.get(str(values.get("quantize")), dtypes[str(values["precision"])])
     document["architecture"] |= {"backbone_dtype": quantized}
@@ -201,6 +203,8 @@ def write_config(values: Mapping[str, Any], *, name: str) -> dict[str, Any]:
         "mixed_precision": values["precision"] in ("fp16", "bf16"),
         "mixed_precision_dtype": dtypes[str(values["precision"])],
         "huggingface_branch": values["revision"] or "main",
+        "use_deepspeed": is_deepspeed,
+        "deepspeed_method": "ZeRO3" if values["zero_stage"] == 3 else "ZeRO2",
     }
     return document
 
