@@ -59,6 +59,35 @@ def test_a_model_of_random_weights_has_the_asked_size_and_transformers_loads_it(
     assert AutoTokenizer.from_pretrained(folder)("How many?")["input_ids"]
 
 
+@pytest.mark.claim(
+    "X43",
+    command="fleetune bench scaling",
+    seen="the same run on 1 and 2 processes: speed-up, efficiency, memory and loss parity",
+)
+@pytest.mark.claim(
+    "H38",
+    command="fleetune bench scaling",
+    seen=(
+        "the article's table, measured: tokens/s, memory of a device, loss parity, speed-up and efficiency "
+        "for every number of processes"
+    ),
+)
+@pytest.mark.claim(
+    "H37",
+    command="fleetune bench scaling",
+    seen=(
+        "the article's table, measured: tokens/s, memory of a device, loss parity, speed-up and efficiency "
+        "for every number of processes"
+    ),
+)
+@pytest.mark.claim(
+    "H36",
+    command="fleetune bench scaling",
+    seen=(
+        "the article's table, measured: tokens/s, memory of a device, loss parity, speed-up and efficiency "
+        "for every number of processes"
+    ),
+)
 @pytest.mark.long
 def test_scaling_prints_the_articles_table(tmp_path: Path, tiny_llama: Path):
     write_rows(tmp_path / "rows.jsonl", 64)
@@ -97,6 +126,11 @@ def test_a_slow_link_is_one(tmp_path: Path, tiny_llama: Path):
     assert min(step["seconds"] for step in slow["runs"][0]["steps"][2:]) > 0.8 * seconds
 
 
+@pytest.mark.claim(
+    "H22",
+    command="fleetune bench memory",
+    seen="a measured table of full, lora and qlora, with and without gradient checkpointing, and what each saves",
+)
 @pytest.mark.long
 def test_memory_compares_the_methods(tmp_path: Path, tiny_llama: Path):
     write_rows(tmp_path / "rows.jsonl", 64)

@@ -52,11 +52,6 @@ def test_it_plans_a_preset_without_torch(rows):
     assert "134,515,008 parameters" in done.stdout and "lora, 2,442,240 parameters (1.78 %)" in done.stdout
 
 
-@pytest.mark.claim(
-    "X42",
-    command="fleetune plan",
-    seen="what a run would be, before it is",
-)
 def test_it_writes_nothing_and_needs_no_data(tiny_llama, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--model", str(tiny_llama), "--method", "full", "--run", "here"]) == 0

@@ -36,6 +36,11 @@ def check_equal(place: Path, run: str) -> None:
     assert verified.returncode == 0 and "lost 0, repeated 0" in verified.stdout
 
 
+@pytest.mark.claim(
+    "H27",
+    command="fleetune train --dynamic-batch-size",
+    seen=("after running out of memory the step is taken in smaller micro-batches, with the losses of the undisturbed run"),
+)
 @pytest.mark.long
 def test_an_error_before_the_ranks_have_talked_is_undone_in_place(place: Path, tiny_llama: Path):
     words = ["train", "--model", tiny_llama, *WORDS, "--micro-batch-size", "2", "--gpus", "2", "--dynamic-batch-size"]

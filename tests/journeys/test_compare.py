@@ -57,6 +57,22 @@ def test_a_failed_run_does_not_stop_the_rest_and_the_same_command_goes_on(place)
     assert again.stdout.splitlines()[0].startswith("run ") and again.stdout.splitlines()[1].startswith("fast")
 
 
+@pytest.mark.claim(
+    "X43",
+    command="fleetune compare SWEEP.yaml with grid: {gpus: [1, 2]}",
+    seen=("runs of 1 and 2 processes, one after the other: tokens/s, memory and loss of each in one table, with the same loss"),
+)
+def test_a_sweep_over_the_number_of_processes_is_one_table_of_speed_memory_and_loss(place):
+    name = write(place, "at_once: 1\nruns: {scale: {model: model, precision: fp32}}\ngrid: {gpus: [1, 2]}\n", "scale.yaml")
+    done = fleetune("compare", name, "--json", cwd=place)
+    assert done.returncode == 0, done.stderr
+    one, two = (next(row for row in json.loads(done.stdout) if row["run"].endswith(f"gpus-{gpus}")) for gpus in (1, 2))
+    assert two["loss_after"] == pytest.approx(one["loss_after"], rel=1e-4)
+    assert min(one["tokens_per_s"], two["tokens_per_s"]) > 0 and min(one["peak_memory_bytes"], two["peak_memory_bytes"]) > 0
+    plans = [json.loads((Path(row["folder"]) / "plan.json").read_text()) for row in (one, two)]
+    assert [plan["data_ranks"] for plan in plans] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -26,6 +26,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.claim(
+    "X25",
+    command="fleetune train --use_deepspeed --deepspeed_config ds.json --num_gpus 2",
+    seen="stage 2 with the optimizer in host memory: each of two ranks holds half of its state",
+)
+@pytest.mark.claim(
+    "X33",
+    command="fleetune train --use_deepspeed --deepspeed_config ds.json --num_gpus 2",
+    seen=(
+        "the article's JSON as it is: 32 sequences, accumulation 4, AdamW at 5e-5, stage 2 offloaded, fp16 with a dynamic scale"
+    ),
+)
 def test_the_articles_json_trains_as_it_is(place: Path, tiny_llama: Path) -> None:
     words = ["train", "--model", tiny_llama, "--data", "rows.jsonl", "--sequence-length", "64", "--run", "article"]
     done = fleetune(
@@ -43,6 +55,11 @@ def test_the_articles_json_trains_as_it_is(place: Path, tiny_llama: Path) -> Non
     assert (place / "article" / "deepspeed.json").read_text() == ARTICLE
 
 
+@pytest.mark.claim(
+    "X33",
+    command="fleetune train --deepspeed ds.json --gpus 3",
+    seen="numbers that do not multiply, and flags that say another thing, are named with both places",
+)
 def test_numbers_that_collide_are_named_before_anything_is_written(place: Path, tiny_llama: Path) -> None:
     words = ["train", "--model", tiny_llama, "--data", "rows.jsonl", "--deepspeed", "ds.json", "--run", "never"]
     three = fleetune(*words, "--gpus", "3", cwd=place)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from journeys.journey import SMALL, fleetune, losses, write_rows
-from launch.machines import ADDRESSES, Machines, two_machines
+from launch.machines import ADDRESSES, SOURCE, Machines, two_machines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -68,6 +68,36 @@ def start(machines: Machines, words: list[str]) -> subprocess.Popen[str]:
     return machines.start_command(sys.executable, "-m", "fleetune.cli.main", *words)
 
 
+@pytest.mark.claim(
+    "X50",
+    command="fleetune train --on ssh",
+    seen="the same command over ssh, with the same losses",
+)
+@pytest.mark.claim(
+    "X9",
+    command="fleetune train; fleetune train --on ssh",
+    seen="the same command on one machine and on two, with the same losses",
+)
+@pytest.mark.claim(
+    "H14",
+    command="fleetune train --on ssh",
+    seen="the store listens on master_port",
+)
+@pytest.mark.claim(
+    "H13",
+    command="fleetune train --on ssh",
+    seen="node 0 is master_addr, and everything listens there only",
+)
+@pytest.mark.claim(
+    "H12",
+    command="fleetune train --on ssh",
+    seen="both machines of node_list train",
+)
+@pytest.mark.claim(
+    "H1",
+    command="fleetune train --on ssh",
+    seen="two machines reached by ssh train the samples and the losses of one",
+)
 def test_the_articles_cluster_file_trains_on_both_machines_as_one_does(machines: Machines, tmp_path: Path) -> None:
     # The data folder holds the cluster file too: it is no rows.
     process = start(machines, training(machines, "first", "--max-steps", "6", data="data"))
@@ -119,6 +149,30 @@ def is_installed(name: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+@pytest.mark.claim(
+    "X18",
+    command=(
+        "python -m torch.distributed.run --nnodes=2 --nproc_per_node=4 --rdzv_id=12345 --rdzv_backend=c10d "
+        "--rdzv_endpoint=node1:29500 train_distributed.py"
+    ),
+    seen="on two machines of one process each, which find node1 by its name and share no run folder",
+)
+def test_the_torchrun_command_of_article_2_finds_node1_by_its_name(machines: Machines) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=12345"]
+    words += ["--rdzv_backend=c10d", "--rdzv_endpoint=node1:29500", str(SOURCE.parent / "train_distributed.py")]
+    words += ["--model", str(machines.folder / "llama"), "--data", str(machines.folder / "rows.jsonl")]
+    run = machines.runs / "torchrun"
+    short = {"RUN": str(run), "MAX_STEPS": "3", "GLOBAL_BATCH_SIZE": "4", "SEQUENCE_LENGTH": "64", "PRECISION": "fp32"}
+    environment = {f"FLEETUNE_{name}": value for name, value in short.items()}
+    processes = [machines.start_command(*words, side=side, **environment) for side in "ab"]
+    said = [process.communicate(timeout=280)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    rows = [json.loads(line) for line in machines.read("a", run / "ledger.jsonl").splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(len(row["samples"]) >= 4 for row in rows)
+    assert "ledger.jsonl" not in machines.listing("b", run), "the second machine keeps no record of its own"
+    assert "adapter" in machines.listing("a", run)
 
 
 def test_ctrl_c_saves_and_leaves_no_process_on_either_and_the_run_goes_on_from_there(machines: Machines) -> None:
@@ -178,6 +232,11 @@ def events(machines: Machines, run: str) -> dict[str, dict[str, object]]:
     return {row["event"]: row for row in map(json.loads, text.splitlines()) if "cause" in row or row["event"] != "start"}
 
 
+@pytest.mark.claim(
+    "H33",
+    command="fleetune train --hosts a,b",
+    seen="a wrong key, a closed port and another library version are told within seconds",
+)
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [

@@ -28,6 +28,11 @@ def hashes(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.safetensors"))}
 
 
+@pytest.mark.claim(
+    "X24",
+    command="fleetune train --method qlora; fleetune train --quantize int8",
+    seen="the adapter learns, the base is never written, the memory saved is told; resumed, evaluated, exported",
+)
 @pytest.mark.parametrize("words", [["--method", "qlora"], ["--quantize", "int8", "--adapter", "dora"]])
 def test_from_the_first_step_to_the_merged_model(place: Path, tiny_llama: Path, words: list[str]):
     run = place / words[1]
@@ -68,6 +73,11 @@ def test_from_the_first_step_to_the_merged_model(place: Path, tiny_llama: Path, 
     assert json.loads(merged.stdout)["loss"] == pytest.approx(summary["after"]["loss"], abs=0.02)
 
 
+@pytest.mark.claim(
+    "X24",
+    command="fleetune train --method qlora --gpus 2",
+    seen="two processes have the losses of one, and only adapters travel",
+)
 def test_two_processes_give_the_losses_of_one_and_send_only_adapters(place: Path, tiny_llama: Path):
     runs = {}
     for gpus in (1, 2):

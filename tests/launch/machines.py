@@ -1,5 +1,5 @@
-"""Two machines on this one: network namespaces joined by a cable, an sshd in each, each with its own mounts: a home, caches
-and runs that the other does not see. Needs root, `ip`, `unshare`, `nsenter` and an OpenSSH server."""
+"""Two machines on this one: network namespaces joined by a cable, an sshd in each, each with its own name and mounts: a
+home, caches and runs that the other does not see. Needs root, `ip`, `unshare`, `nsenter` and an OpenSSH server."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SSHD = "/usr/sbin/sshd"
 ADDRESSES = {"a": "10.99.0.1", "b": "10.99.0.2"}
+NAMES = {"a": "node1", "b": "node2"}
 PORT = 2222
 
 
@@ -70,7 +71,7 @@ class Machines:
 
     def within(self, side: str, *words: str | Path) -> list[str]:
         """The words of a command as it is run on one of the machines."""
-        enter = ["nsenter", "--target", str(self._sshd[side].pid), "--mount", "--net"]
+        enter = ["nsenter", "--target", str(self._sshd[side].pid), "--mount", "--net", "--uts"]
         return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *map(str, words)]
 
     def environment(self) -> dict[str, str]:
@@ -83,11 +84,11 @@ class Machines:
             "HOME": str(Path("~root").expanduser()),
         }
 
-    def start_command(self, *words: str | Path, side: str = "a") -> subprocess.Popen[str]:
+    def start_command(self, *words: str | Path, side: str = "a", **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             self.within(side, *words),
             cwd=self.folder,
-            env=self.environment(),
+            env={**self.environment(), **environment},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -160,10 +161,11 @@ class Machines:
         script = (
             f"mount -t tmpfs tmpfs {own} && mount -t tmpfs tmpfs {self.runs} && mount --bind {self.keys}/hosts /etc/hosts && "
         )
+        script += f"echo {NAMES[side]} > /proc/sys/kernel/hostname && "
         script += f"exec {SSHD} -D -e -f {self.keys}/sshd_config"
         log = os.open(self.keys / f"sshd-{side}.log", os.O_WRONLY | os.O_CREAT, 0o600)
         self._sshd[side] = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[side], "unshare", "-m", "--propagation", "private", "sh", "-c", script],
+            ["ip", "netns", "exec", self.names[side], "unshare", "-m", "-u", "--propagation", "private", "sh", "-c", script],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -89,11 +89,6 @@ def test_cores_are_those_of_the_affinity() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
 
 
-@pytest.mark.claim(
-    "H6",
-    command="fleetune train",
-    seen="cores are those that this machine gives",
-)
 def test_cores_are_limited_by_a_containers_quota(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert devices._quota(tmp_path) == 1.5

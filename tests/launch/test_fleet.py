@@ -21,6 +21,7 @@ from fleetune.launch.survey import survey_fleet
 from fleetune.spec.cluster_file import Cluster
 from fleetune.spec.errors import UserError
 from fleetune.spec.machines_section import MachinesSection
+from fleetune.spec.run_folder import read_lines
 from fleetune.spec.run_spec import LayoutSection
 from launch.runs import PATIENCE, TinyRun, tiny_launch
 
@@ -52,6 +53,26 @@ def make(tmp_path: Path, plan: dict[str, Any], **others: dict[str, Any]) -> Tiny
     return TinyRun.make(tmp_path / "a run; $(x)", {**everybody, **{k.replace("_", "/"): v for k, v in others.items()}})
 
 
+@pytest.mark.claim(
+    "H34",
+    command="fleetune train --hosts a,b --gpus-per-node 2,1",
+    seen="unequal numbers of processes on the machines",
+)
+@pytest.mark.claim(
+    "X44",
+    command="fleetune train --hosts a,b",
+    seen="load.jsonl of the run folder has processor, memory, network and GPU figures of every node",
+)
+@pytest.mark.claim(
+    "X38",
+    command="fleetune train --hosts a,b",
+    seen="load.jsonl of the run folder has processor, memory, network and GPU figures of every node",
+)
+@pytest.mark.claim(
+    "H31",
+    command="fleetune train --hosts a,b",
+    seen="load.jsonl of the run folder has processor, memory, network and GPU figures of every node",
+)
 def test_unequal_nodes_train_together(tmp_path: Path) -> None:
     run = make(tmp_path, {"steps": 5, "sync": True})
     listening: set[str] = set()
@@ -71,6 +92,8 @@ def test_unequal_nodes_train_together(tmp_path: Path) -> None:
     assert {place["WORLD_SIZE"] for place in places} == {"3"} and {place["GROUP_WORLD_SIZE"] for place in places} == {"2"}
     assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "0"]
     assert "rank 2 of attempt 0 speaks" in run.log(2)
+    load = list(read_lines(run.folder.load))
+    assert {row["node"] for row in load} == {0, 1} and all(row["memory_used_bytes"] > 0 for row in load)
     assert not run.living() and not run.store_pids()
 
 
@@ -86,6 +109,11 @@ def test_a_rank_that_breaks_on_one_node_is_named_and_all_start_again(tmp_path: P
     assert not run.living()
 
 
+@pytest.mark.claim(
+    "H5",
+    command="fleetune train --hosts a,b",
+    seen="a lost machine is named, reached again, and the run goes on from its checkpoint",
+)
 def test_a_lost_node_ends_the_attempt_and_is_had_back(tmp_path: Path) -> None:
     run = make(tmp_path, {"sync": True, "first": 2, "steps": 2}, **{
         "0_0": {"sync": True, "steps": 4000, "step_s": 0.02},
@@ -199,6 +227,11 @@ def test_shares_that_do_not_fit_are_refused(layout: dict[str, Any], machines: di
         fleet.close()
 
 
+@pytest.mark.claim(
+    "H11",
+    command='data/config.json with "distributed_backend": "nccl"',
+    seen="refused on machines without a GPU, with gloo as the way out",
+)
 def test_nccl_without_a_gpu_is_refused() -> None:
     fleet = connect(backend="nccl")
     try:

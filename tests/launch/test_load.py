@@ -20,6 +20,16 @@ def test_a_row_every_few_seconds_says_how_busy_the_machine_is(monkeypatch: pytes
     assert second is not None and second["sent_bytes_per_s"] >= 0
 
 
+@pytest.mark.claim(
+    "X38",
+    command="fleetune watch RUN",
+    seen="with a GPU: its load and memory, through NVML",
+)
+@pytest.mark.claim(
+    "H31",
+    command="fleetune watch RUN",
+    seen="with a GPU: its load and memory, through NVML",
+)
 @pytest.mark.cuda
 def test_a_gpu_is_seen_with_its_load_and_memory() -> None:
     if not Path("/dev/nvidia0").exists():

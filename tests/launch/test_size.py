@@ -100,6 +100,11 @@ def test_a_request_is_taken_once_and_a_strange_one_is_thrown_away(tmp_path: Path
 LONG: dict[str, Any] = {"sync": True, "steps": 400, "step_s": 0.05}
 
 
+@pytest.mark.claim(
+    "H2",
+    command="fleetune resize RUN --gpus N",
+    seen="a running job gets more processes, or fewer, and goes on from its checkpoint",
+)
 def test_a_run_grows_and_shrinks_when_it_is_asked_to(tmp_path: Path) -> None:
     ends = {"sync": True, "first": 20, "steps": 3}
     plans = {f"{attempt}/{rank}": LONG for attempt in (0, 1) for rank in range(3)}
@@ -141,6 +146,11 @@ def test_a_size_that_cannot_be_is_refused_and_the_run_goes_on(tmp_path: Path) ->
     assert any("keeps 2" in line for line in run.said)
 
 
+@pytest.mark.claim(
+    "H5",
+    command="fleetune train --gpus 1:2",
+    seen="a device that fails again and again is left behind, and the run goes on with fewer processes",
+)
 def test_a_run_goes_on_without_the_device_that_fails_again_and_again(tmp_path: Path) -> None:
     plans: dict[str, Any] = {}
     for attempt in (0, 1):

@@ -102,16 +102,6 @@ def test_every_model_key_of_xturing_is_there_and_no_other() -> None:
     command="fleetune presets ministral_3_14b_lora",
     seen="2e-4, batch 2, accumulation 4, length 2048",
 )
-@pytest.mark.claim(
-    "X17",
-    command="fleetune presets llama2_lora_int8",
-    seen="the preset asks for an adapter on 8 bits",
-)
-@pytest.mark.claim(
-    "X24",
-    command="fleetune presets llama2_lora_kbit",
-    seen="presets ask for int8 and nf4",
-)
 def test_a_suffix_says_how_a_model_is_trained() -> None:
     asked = {
         "": {"method": "full"},

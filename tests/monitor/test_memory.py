@@ -57,16 +57,6 @@ def test_a_peak_between_two_looks_is_seen() -> None:
     assert peak._thread is not None and not peak._thread.is_alive()
 
 
-@pytest.mark.claim(
-    "H31",
-    command="fleetune train",
-    seen="peak memory of the fullest device in every step's record",
-)
-@pytest.mark.claim(
-    "X38",
-    command="fleetune train",
-    seen="peak memory of the fullest device in every step's record",
-)
 def test_a_device_s_own_peak_is_the_answer_where_it_has_one() -> None:
     peak = PeakMemory(lambda: 123)
     assert peak() == 123

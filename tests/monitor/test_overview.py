@@ -31,6 +31,21 @@ def test_one_look_tells_how_far_how_fast_and_which_losses(folder: RunFolder) -> 
     assert is_over(folder) and overview(folder)[0] == "two: step 10/20, not running"
 
 
+@pytest.mark.claim(
+    "H34",
+    command="fleetune watch RUN",
+    seen="the slowest rank is named",
+)
+@pytest.mark.claim(
+    "X38",
+    command="fleetune watch RUN",
+    seen="machines, slowest rank and restarts live in the terminal",
+)
+@pytest.mark.claim(
+    "H31",
+    command="fleetune watch RUN",
+    seen="machines, slowest rank and restarts live in the terminal",
+)
 def test_the_slowest_rank_the_restarts_and_the_machines_are_told(folder: RunFolder) -> None:
     for rank, step in ((0, 10), (1, 6)):
         state = {"rank": rank, "node": rank, "phase": "step", "step": step, "silent_s": 0.1, "attempt": 0, "pid": 1}

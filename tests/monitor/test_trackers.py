@@ -53,6 +53,14 @@ def leaks(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and any(text in path.read_bytes() for text in texts)]
 
 
+@pytest.mark.claim(
+    "X35",
+    command="fleetune train --wandb",
+    seen=(
+        "without an account it works offline; its file holds the numbers of metrics.jsonl, a resumed run is "
+        "the same run, and no secret is in it"
+    ),
+)
 def test_wandb_gets_the_numbers_of_metrics_jsonl_and_a_resumed_run_is_the_same_run(folder: RunFolder) -> None:
     pytest.importorskip("wandb", reason="the extra 'track' is not installed")
     train(folder, ["wandb"], 0, range(1, 5))

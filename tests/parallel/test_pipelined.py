@@ -60,6 +60,11 @@ def check(method: str, one: dict[str, Any], many: list[dict[str, Any]], pipeline
     assert first == [rank < len(many) // pipeline for rank in range(len(many))], "the first stage replies"
 
 
+@pytest.mark.claim(
+    "X1",
+    command="fleetune train --pipeline 2",
+    seen="two stages of blocks train as one process, each with its own blocks only",
+)
 def test_two_stages_train_as_one_process(ranks: Ranks, folders: dict[str, str]) -> None:
     jobs = [("full", {}), ("lora", {"dropout": 0.2}), ("full", {"gradient_checkpointing": True})]
     full, lora, _ = compare(ranks, folders["llama"], {"pipeline": 2}, "1f1b", jobs)
@@ -72,6 +77,11 @@ def test_interleaved_runs_with_a_tied_head_train_as_one_process(ranks: Ranks, fo
     assert all("transformer.wte.weight" in answer["here"] for answer in full), "the embedding is the head: both hold it"
 
 
+@pytest.mark.claim(
+    "X3",
+    command="fleetune train --replicate 2 --pipeline 2",
+    seen="a grid of stages and copies trains as one process",
+)
 def test_stages_and_copies_train_as_one_process(ranks: Ranks, folders: dict[str, str]) -> None:
     """Five micro-batches that train something on two data ranks: unequal shares, filled up differently."""
     compare(ranks, folders["gemma"], {"pipeline": 2, "replicate": 2}, "1f1b", [("full", {})])

@@ -28,6 +28,11 @@ def check(one: dict[str, Any], many: list[dict[str, Any]], *, norms: float = 1e-
     assert many[0]["last"] == pytest.approx(one["last"], abs=2e-3)
 
 
+@pytest.mark.claim(
+    "H26",
+    command="fleetune train --shard 2",
+    seen="one model in pieces over two ranks, each with half of it, trains as one process",
+)
 def test_full_shard_trains_as_one_process_and_keeps_half(ranks: Ranks, tiny_llama: Path) -> None:
     one = ranks.run(parity.run, 1, ALONE, str(tiny_llama), "full", 4, {})[0]
     many = ranks.run(parity.run, 2, {"shard": 2}, str(tiny_llama), "full", 4, {})

@@ -38,6 +38,16 @@ def compare(rows: list[list[float]], expected: list[list[float]], *, first: floa
         assert row[2:] == wanted[2:]
 
 
+@pytest.mark.claim(
+    "X26",
+    command="fleetune train --zero-stage 3",
+    seen="parameters in pieces, the losses of one process",
+)
+@pytest.mark.claim(
+    "X4",
+    command="fleetune train --zero-stage 0|1|2|3",
+    seen="losses and gradients of every stage are those of one process",
+)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_losses_and_gradients_are_those_of_one_process(run: Any, world_size: int, stage: int) -> None:
@@ -133,6 +143,11 @@ def test_the_loss_scale_of_fp16_is_in_the_checkpoint(run: Any) -> None:
     assert all(any(name == "loss_scale" for name, *_ in found["pieces"]) for found in first)
 
 
+@pytest.mark.claim(
+    "X4",
+    command="fleetune train --offload optimizer|parameters",
+    seen="offload changes no number",
+)
 @pytest.mark.parametrize(
     ("stages", "offload"),
     [pytest.param((1, 2, 3), "optimizer", marks=pytest.mark.long), ((3,), "parameters")],

@@ -65,11 +65,6 @@ def test_what_an_earlier_start_was_given_is_not_held_against_this_one():
     assert without_effect(resolve(flags=flags_given({"exact_match": False}), earlier=earlier)) == []
 
 
-@pytest.mark.claim(
-    "X25",
-    command="fleetune train --optimizer cpu_adam",
-    seen="refused on a GPU where the engine keeps both",
-)
 def test_an_optimizer_on_the_cpu_beside_a_model_on_a_gpu_is_refused():
     resolved = resolve(flags=flags_given({"model": "m", "data": "d", "optimizer": "cpu_adam"}))
     assert optimizer_elsewhere(resolved, "cpu") == []

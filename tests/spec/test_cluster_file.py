@@ -25,6 +25,11 @@ def write(folder: Path, value: Any, name: str = "data/config.json") -> Path:
     return path
 
 
+@pytest.mark.claim(
+    "H11",
+    command="data/config.json",
+    seen="the key is read; nccl or gloo",
+)
 def test_all_four_keys_count_and_the_master_comes_first(tmp_path: Path) -> None:
     cluster = read_cluster(write(tmp_path, WHOLE))
     assert (cluster.hosts, cluster.port, cluster.backend) == (("10.0.0.1", "10.0.0.2"), 29500, "gloo")
@@ -46,6 +51,11 @@ def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, changes: dict[str, A
         read_cluster(write(tmp_path, {**WHOLE, **changes}))
 
 
+@pytest.mark.claim(
+    "H12",
+    command="fleetune train --cluster data/config.json",
+    seen="a file of rows under that name is refused as what it is",
+)
 @pytest.mark.parametrize("rows", [[{"instruction": "a", "output": "b"}], {"input": "a", "output": "b"}])
 def test_a_training_data_set_is_refused_as_cluster_file_and_otherwise_let_be(tmp_path: Path, rows: Any) -> None:
     path = write(tmp_path, rows)

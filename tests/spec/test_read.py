@@ -252,11 +252,6 @@ def test_a_run_of_another_version_and_a_damaged_run_are_refused(tmp_path):
 PRESET = {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "warmup_steps": 50}
 
 
-@pytest.mark.claim(
-    "X33",
-    command="fleetune train --deepspeed ds.json",
-    seen="which of a preset and a person counts",
-)
 def test_a_preset_leaves_to_a_person_what_they_say_in_other_words():
     def division(**given):
         got = resolve(flags=flags(**given), preset=preset_given("p", PRESET)).spec.optimization
