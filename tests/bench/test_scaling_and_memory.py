@@ -49,6 +49,14 @@ def test_what_a_method_saves_is_above_what_the_process_had_before_it_loaded():
     assert [row["saving"] for row in report.to_json()["rows"]] == [0.0, 1 - 250 / 4_000, 1 - 100 / 4_000]
 
 
+def test_a_method_that_does_not_fit_is_a_row_that_says_so():
+    rows = MemoryRow("full", True, (), "out of memory"), MemoryRow("lora", True, (figures(1.0, own=5, before=1),))
+    report = MemoryReport(ASKED, MACHINE, rows)
+    assert [row["failure"] for row in report.to_json()["rows"]] == ["out of memory", None]
+    assert [row["saving"] for row in report.to_json()["rows"]] == [None, None]
+    assert "did not run: out of memory" in report.lines()[-2]
+
+
 def test_a_model_of_random_weights_has_the_asked_size_and_transformers_loads_it(tmp_path: Path, tiny_llama: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,29 @@ from fleetune.bench.figures import Figures, Spread
 from fleetune.bench.random_model import write_random_model
 from fleetune.bench.table import heading
 from fleetune.bench.training_run import Asked, machine, prepare, run_fleetune
+from fleetune.spec.errors import UserError
 
 METHODS = ("full", "lora", "qlora")
 
 
 @dataclass(frozen=True)
 class Row:
+    """One method. failure: why it did not run here, as it said itself; there are no runs then."""
+
     method: str
     checkpointing: bool
     runs: tuple[Figures, ...]
+    failure: str | None = None
 
     @property
     def own_bytes(self) -> int:
         """The most that the rank has needed, without mapped files, above what the process had before it loaded anything."""
-        return max(run.rank_memory_bytes - run.rank_memory_before_bytes for run in self.runs)
+        return max((run.rank_memory_bytes - run.rank_memory_before_bytes for run in self.runs), default=0)
 
     @property
     def tree_bytes(self) -> int:
         """The most of the whole process tree; mapped weights count."""
-        return max(run.peak_memory_bytes for run in self.runs)
+        return max((run.peak_memory_bytes for run in self.runs), default=0)
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,11 @@ class MemoryReport:
     machine: dict[str, Any]
     rows: tuple[Row, ...]
 
-    def saving(self, row: Row) -> float:
-        """Share of what full fine-tuning needs, with the same checkpointing, that this method does not."""
+    def saving(self, row: Row) -> float | None:
+        """Share of what full fine-tuning needs, with the same checkpointing, that this method does not; None where one of
+        them did not run."""
         full = next(one for one in self.rows if one.method == "full" and one.checkpointing == row.checkpointing)
-        return 1 - row.own_bytes / full.own_bytes
+        return 1 - row.own_bytes / full.own_bytes if full.runs and row.runs else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -54,6 +60,7 @@ class MemoryReport:
                     "rank_bytes_above_baseline": row.own_bytes,
                     "peak_memory": row.tree_bytes,
                     "saving": self.saving(row),
+                    "failure": row.failure,
                     "runs": [run.to_json() for run in row.runs],
                 }
                 for row in self.rows
@@ -69,11 +76,15 @@ class MemoryReport:
         return [*head, *(self._line(row) for row in self.rows)]
 
     def _line(self, row: Row) -> str:
+        checkpointing = "yes" if row.checkpointing else "no"
+        if row.failure is not None:
+            return f"| {row.method} | {checkpointing} | did not run: {row.failure[:200]} | | | |"
+        saving = self.saving(row)
         cells = [
             row.method,
-            "yes" if row.checkpointing else "no",
+            checkpointing,
             f"{row.own_bytes / 1e9:.2f}",
-            "" if row.method == "full" else f"{100 * self.saving(row):.0f} %",
+            "" if row.method == "full" or saving is None else f"{100 * saving:.0f} %",
             f"{row.tree_bytes / 1e9:.2f}",
             Spread.of([run.tokens_per_s for run in row.runs]).text(),
         ]
@@ -81,7 +92,7 @@ class MemoryReport:
 
 
 def measure(asked: Asked, folder: Path, *, tell: Callable[[str], None]) -> MemoryReport:
-    """Measure every method with micro-batches of one sequence. Raises UserError where a run fails."""
+    """Measure every method with micro-batches of one sequence. What fails is a row that says why."""
     folder.mkdir(parents=True, exist_ok=True)
     if asked.random_parameters is not None:
         tell("writing a model of random weights")
@@ -91,13 +102,19 @@ def measure(asked: Asked, folder: Path, *, tell: Callable[[str], None]) -> Memor
     rows = []
     for method in METHODS:
         tell(f"preparing: weights and rows for {method}")
-        prepare(replace(asked, method=method, flags=("--gradient-checkpointing",)), folder / f"prepared-{method}")
+        with suppress(UserError):  # the runs themselves will say so
+            prepare(replace(asked, method=method, flags=("--gradient-checkpointing",)), folder / f"prepared-{method}")
     for method, checkpointing in kinds:
         name = f"{method}{'-checkpointed' if checkpointing else ''}"
         flags = ("--gradient-checkpointing",) if checkpointing else ()
-        runs = []
-        for number in range(asked.repeats):
-            tell(f"round {number + 1} of {asked.repeats}: {name}")
-            runs.append(run_fleetune(replace(asked, method=method, flags=flags), folder / f"{name}-{number}"))
-        rows.append(Row(method, checkpointing, tuple(runs)))
+        runs: list[Figures] = []
+        failure = None
+        try:
+            for number in range(asked.repeats):
+                tell(f"round {number + 1} of {asked.repeats}: {name}")
+                runs.append(run_fleetune(replace(asked, method=method, flags=flags), folder / f"{name}-{number}"))
+        except UserError as error:  # what does not fit here is a result too
+            runs, failure = [], str(error)
+            tell(failure)
+        rows.append(Row(method, checkpointing, tuple(runs), failure))
     return MemoryReport(asked, machine(), tuple(rows))
