@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from fleetune.models.wanted import WantedAdapter, WantedModel
-from fleetune.parallel.engines import EngineRequest, build_engine
+from fleetune.parallel.engines import EngineRequest, PipeSettings, build_engine
 from fleetune.parallel.native import StepSettings
 from fleetune.parallel.world import World
+from fleetune.parallel.zero_settings import ZeroSettings
 from fleetune.planning.engines import choose_engine
 from fleetune.spec.batches import divide
 from fleetune.spec.layout import Layout
@@ -23,6 +24,7 @@ from fleetune.spec.run_spec import RunSpec
 #: (tokens of each document, trained tokens) of the micro-batches of a step: as unequal as can be, one with nothing trained.
 #: A mean of means, or of ranks, would be far off.
 SIZES = (((6,), 1), ((30, 12, 9), 40), ((9,), 0), ((20,), 3), ((25, 14), 33))
+LONGEST = max(sum(lengths) for lengths, _ in SIZES)
 VOCABULARY = 300
 
 
@@ -73,9 +75,18 @@ def wanted(folder: str, method: str, **more: Any) -> WantedModel:
 
 
 def engine_of(world: World, folder: str, method: str, *, accumulate: str = "shards", clip: float = 0.5, **more: Any) -> Any:
+    """more: of the wanted model; `zero` is a stage of DeepSpeed's, `schedule` that of a pipeline."""
     precision = more.get("precision", "fp32")
-    request = EngineRequest(world, wanted(folder, method, **more), adamw, StepSettings(clip, precision, accumulate))
-    return build_engine(choose_engine(RunSpec(), world.layout), request)
+    stage, schedule = more.pop("zero", None), more.pop("schedule", "1f1b")
+    request = EngineRequest(
+        world,
+        wanted(folder, method, **more),
+        adamw,
+        StepSettings(clip, precision, accumulate),
+        zero=None if stage is None else ZeroSettings(stage),
+        pipe=PipeSettings(schedule, LONGEST),
+    )
+    return build_engine("deepspeed" if stage is not None else choose_engine(RunSpec(), world.layout), request)
 
 
 def inside(world: World, layout: dict[str, int]) -> World:
