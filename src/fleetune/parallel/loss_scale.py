@@ -7,13 +7,15 @@ not finite, leave the update out and halve the scale; after many good steps, dou
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
-#: Under which name and role every engine saves it.
-SCALE_NAME, SCALE_ROLE = "loss_scale", "engine"
+from fleetune.spec.records import Shard, ShardReader
+
+_NAME, _ROLE = "loss_scale", "engine"
 _HIGHEST = 2.0**24
 
 
@@ -72,10 +74,16 @@ class LossScale:
         if self._good_steps >= self._scaling.growth_steps:
             self.value, self._good_steps = min(_HIGHEST, self.value * 2), 0
 
-    def state(self) -> torch.Tensor:
-        """float64 [2], for the checkpoint."""
-        return torch.tensor([self.value, float(self._good_steps)], dtype=torch.float64)
+    def shards(self) -> Iterator[Shard]:
+        """What a checkpoint keeps of it, float64 [2]; nothing where it is off. One rank writes it."""
+        if self.enabled:
+            state = torch.tensor([self.value, float(self._good_steps)], dtype=torch.float64)
+            yield Shard(_NAME, _ROLE, (2,), (0,), state)
 
-    def restore(self, state: torch.Tensor) -> None:
+    def load(self, read: ShardReader) -> None:
+        """Go on from a checkpoint of any engine. Raises KeyError where it is on and the checkpoint has none."""
+        if not self.enabled:
+            return
+        state = read(_NAME, _ROLE, (0,), (2,))
         if not self._scaling.is_fixed:
             self.value, self._good_steps = float(state[0]), int(state[1])

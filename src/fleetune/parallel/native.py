@@ -18,11 +18,12 @@ from fleetune.parallel.bits import bits_of, fingerprint_of
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.gradients import FlatGradients
 from fleetune.parallel.held import Held, held_by
-from fleetune.parallel.loss_scale import SCALE_NAME, SCALE_ROLE, LossScale
+from fleetune.parallel.loss_scale import LossScale
 from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
 from fleetune.parallel.ordered import OrderedSum
 from fleetune.parallel.out_of_memory import together
 from fleetune.parallel.step_counts import check_weight, count_step
+from fleetune.parallel.whole_state import fill, shards_of, state_of
 from fleetune.parallel.world import World
 from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
 
@@ -163,22 +164,14 @@ class NativeEngine:
 
     def shards(self) -> Iterator[Shard]:
         """Parameters and optimizer state; of all tensors in order, this rank writes every world-size-th."""
-        for number, (name, role, tensor) in enumerate(self._tensors()):
-            if number % self._world.world_size == self._world.rank:
-                tensor = tensor.detach()
-                tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
-                yield Shard(name, role, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+        yield from shards_of(self._state(), rank=self._world.rank, ranks=self._world.world_size)
+        if self._world.rank == 0:
+            yield from self._scale.shards()
 
     def load(self, read: ShardReader) -> None:
         """Restore parameters and optimizer state, each rank all of it. Raises KeyError for what the checkpoint lacks."""
-        with torch.no_grad():
-            for name, role, tensor in self._tensors():
-                shape = tuple(tensor.shape) or (1,)
-                value = read(name, role, (0,) * len(shape), shape)
-                if role == SCALE_ROLE and name == SCALE_NAME:
-                    self._scale.restore(value)
-                else:
-                    tensor.copy_(value.reshape(tensor.shape))
+        fill(self._state(), read)
+        self._scale.load(read)
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trained parameter on the CPU, one at a time, in the model's order."""
@@ -197,7 +190,7 @@ class NativeEngine:
 
     def replica(self) -> tuple[str, str]:
         """Every rank holds a copy of everything."""
-        return "everything", bits_of((f"{name}/{role}", tensor) for name, role, tensor in self._tensors())
+        return "everything", bits_of((f"{name}/{role}", tensor) for name, role, tensor in self._state())
 
     def close(self) -> None:
         self._gradients.detach()
@@ -250,12 +243,5 @@ class NativeEngine:
         """Where losses are summed: a float64 scalar on the device, so that no micro-batch waits for it."""
         return torch.zeros((), dtype=torch.float64, device=self._gradients.buffer.device)
 
-    def _tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(name, role, tensor) of the whole training state, in the same order on every rank."""
-        for name, parameter in self._named:
-            yield name, "parameter", parameter
-            state = self._optimizer.state[parameter]
-            for role in self._roles:
-                yield name, role.name, state[role.name]
-        if self._scale.enabled:
-            yield SCALE_NAME, SCALE_ROLE, self._scale.state()
+    def _state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        return state_of(self._named, self._optimizer, self._roles)

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from fleetune.parallel.bits import bits_of, fingerprint_of
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.held import Held, held_by
-from fleetune.parallel.loss_scale import SCALE_NAME, SCALE_ROLE, LossScale
+from fleetune.parallel.loss_scale import LossScale
 from fleetune.parallel.native import StepSettings
 from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
 from fleetune.parallel.pipe import Pipe, StageForwards, Wire
 from fleetune.parallel.stage_gradients import Holders, StageGradients, ranks_with
 from fleetune.parallel.step_counts import count_step
 from fleetune.parallel.whole import gathered
+from fleetune.parallel.whole_state import fill, shards_of, state_of
 from fleetune.parallel.world import World
 from fleetune.spec.records import MicroBatch, Shard, ShardReader, StepReport
 from fleetune.spec.stages import Stage
@@ -137,21 +138,17 @@ class PipelinedEngine:
 
     def shards(self) -> Iterator[Shard]:
         """Parameters and optimizer state that this stage owns; of all tensors in order, this data rank writes its share."""
-        ranks, rank = self._world.data_ranks, self._world.data_rank
-        for number, (name, role, tensor) in enumerate(self._tensors(owned=True)):
-            if number % ranks == rank:
-                tensor = tensor.detach()
-                tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
-                yield Shard(name, role, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+        stage = self._world.coordinates.pipeline
+        owned = [(name, parameter) for name, parameter in self._named if self._holders.owner(name) == stage]
+        state = state_of(owned, self._optimizer, self._roles)
+        yield from shards_of(state, rank=self._world.data_rank, ranks=self._world.data_ranks)
+        if self._world.rank == 0:
+            yield from self._scale.shards()
 
     def load(self, read: ShardReader) -> None:
         """Restore what lies on this rank. Raises KeyError for what the checkpoint lacks."""
-        with torch.no_grad():
-            for name, role, tensor in self._tensors(owned=False):
-                shape = tuple(tensor.shape) or (1,)
-                tensor.copy_(read(name, role, (0,) * len(shape), shape).reshape(tensor.shape))
-            if self._scale.enabled:
-                self._scale.restore(read(SCALE_NAME, SCALE_ROLE, (0,), (2,)))
+        fill(self._state(), read)
+        self._scale.load(read)
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trained parameter of all stages on the CPU, one at a time, in the model's order."""
@@ -178,7 +175,7 @@ class PipelinedEngine:
 
     def replica(self) -> tuple[str, str]:
         """The data ranks of one stage hold the same."""
-        tensors = ((f"{name}/{role}", tensor) for name, role, tensor in self._tensors(owned=False))
+        tensors = ((f"{name}/{role}", tensor) for name, role, tensor in self._state())
         return f"stage {self._world.coordinates.pipeline}", bits_of(tensors)
 
     def close(self) -> None:
@@ -205,18 +202,8 @@ class PipelinedEngine:
         stages = ranks_with(self._world.layout, 0, range(self._world.layout.pipeline))
         return sum(told[::2]), math.hypot(*(told[2 * rank + 1] for rank in stages))
 
-    def _tensors(self, *, owned: bool) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(name, role, tensor) of the training state on this rank; where `owned`, without what an earlier stage owns."""
-        stage = self._world.coordinates.pipeline
-        for name, parameter in self._named:
-            if owned and self._holders.owner(name) != stage:
-                continue
-            yield name, "parameter", parameter
-            state = self._optimizer.state[parameter]
-            for role in self._roles:
-                yield name, role.name, state[role.name]
-        if owned and stage == 0 and self._scale.enabled:
-            yield SCALE_NAME, SCALE_ROLE, self._scale.state()
+    def _state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        return state_of(self._named, self._optimizer, self._roles)
 
 
 def _nothing(step: int) -> MicroBatch:

@@ -17,7 +17,7 @@ from torch import nn
 
 from fleetune.parallel.bits import bits_of, fingerprint_of
 from fleetune.parallel.held import Held, held_by
-from fleetune.parallel.loss_scale import SCALE_NAME, SCALE_ROLE, LossScale
+from fleetune.parallel.loss_scale import LossScale
 from fleetune.parallel.native import Forward, StepSettings
 from fleetune.parallel.optimizer_state import OptimizerFactory, fill_state, find_roles
 from fleetune.parallel.pieces import Piece, Pieces
@@ -115,8 +115,8 @@ class ShardedEngine:
                         yield Shard(piece.name, role.name, piece.global_shape, piece.offset, value)
                     elif not any(piece.offset):
                         yield Shard(piece.name, role.name, (1,), (0,), value.reshape(1))
-        if self._scale.enabled and self._world.rank == 0:
-            yield Shard(SCALE_NAME, SCALE_ROLE, (2,), (0,), self._scale.state())
+        if self._world.rank == 0:
+            yield from self._scale.shards()
 
     def load(self, read: ShardReader) -> None:
         """Restore this rank's pieces from a checkpoint of any layout. Raises KeyError for what it lacks."""
@@ -132,8 +132,7 @@ class ShardedEngine:
                         state[role.name].copy_(read(piece.name, role.name, (0,), (1,)).reshape(()))
                     elif piece.tensor.numel():
                         state[role.name].copy_(read(piece.name, role.name, piece.offset, shape))
-        if self._scale.enabled:
-            self._scale.restore(read(SCALE_NAME, SCALE_ROLE, (0,), (2,)))
+        self._scale.load(read)
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trained parameter, whole, on the CPU, one at a time. All ranks take each."""

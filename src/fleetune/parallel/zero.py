@@ -22,7 +22,7 @@ from fleetune.parallel import zero_library as library
 from fleetune.parallel.bits import bits_of, fingerprint_of
 from fleetune.parallel.engines import Built, EngineRequest
 from fleetune.parallel.held import Held
-from fleetune.parallel.loss_scale import SCALE_NAME, SCALE_ROLE, LossScale
+from fleetune.parallel.loss_scale import LossScale
 from fleetune.parallel.native import Forward, StepSettings, TrainedModel, forward_of
 from fleetune.parallel.optimizer_state import OptimizerFactory
 from fleetune.parallel.step_counts import check_weight, count_step
@@ -140,15 +140,13 @@ class ZeroEngine:
         yield from shards_of(
             self._named, self._holding, self._optimizer, rank=self._world.rank, world_size=self._world.world_size
         )
-        if self._scale.enabled and self._world.rank == 0:
-            state = self._scale.state()
-            yield Shard(SCALE_NAME, SCALE_ROLE, tuple(state.shape), (0,), state)
+        if self._world.rank == 0:
+            yield from self._scale.shards()
 
     def load(self, read: ShardReader) -> None:
         """Restore everything, from a checkpoint of any engine. Raises KeyError for what the checkpoint lacks."""
         load_into(self._named, self._holding, self._optimizer, read)
-        if self._scale.enabled:
-            self._scale.restore(read(SCALE_NAME, SCALE_ROLE, (0,), (2,)))
+        self._scale.load(read)
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trained parameter on the CPU, one at a time, in the model's order; under stage 3 put together for it."""
