@@ -96,7 +96,7 @@ def reader(tmp_path: Path) -> dict[str, str]:
 
 
 #: The pages that a newcomer reads; the others run with the long tests.
-FIRST = ("README.md", "quickstart.md", "own-data.md", "resume.md")
+FIRST = ("README.md", "quickstart.md")
 
 
 @pytest.mark.claim(
