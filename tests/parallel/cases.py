@@ -191,7 +191,7 @@ def flipped_bits(world: World) -> dict[str, Any]:
     run = SimpleNamespace(world=world, engine=engine)
     before, after, said = engine.replica()[1], [], []
     assert replicas_differ(run) is None
-    for number, (_, _, tensor) in enumerate(engine._tensors()):
+    for number, (_, _, tensor) in enumerate(engine._state()):
         if not tensor.ndim:
             continue
         bits = tensor.detach().view(-1).view(torch.int32)
@@ -243,7 +243,7 @@ def save_poison_load(world: World, precision: str = "fp32") -> dict[str, Any]:
 def poison(engine: toy.NativeEngine) -> None:
     """Whatever load leaves out is seen at once: it stays NaN."""
     with torch.no_grad():
-        for _, _, tensor in engine._tensors():
+        for _, _, tensor in engine._state():
             tensor.fill_(float("nan"))
 
 

@@ -196,7 +196,7 @@ def poison(engine: NativeEngine | ZeroEngine) -> None:
     """Whatever load leaves out is seen at once: it stays NaN."""
     with torch.no_grad():
         if isinstance(engine, NativeEngine):
-            for _, _, tensor in engine._tensors():
+            for _, _, tensor in engine._state():
                 tensor.fill_(float("nan"))
             return
         for flat in engine._holding.flats():
