@@ -12,7 +12,7 @@ from torch import nn
 from fleetune.models.adapter_files import SavedAdapter, read_adapter
 from fleetune.models.anatomy import is_conv1d, is_linear
 from fleetune.models.causal import CausalModel
-from fleetune.models.lora import AdapterKind, AdapterSettings, LoraLinear, weight_names
+from fleetune.models.lora import AdapterKind, AdapterSettings, LoraLinear, SharedInput, weight_names
 from fleetune.models.lora_experts import SUFFIX, adapt_stack
 from fleetune.models.quantized_linear import QuantizedLinear
 from fleetune.models.stored import naming
@@ -92,10 +92,12 @@ def _insert(model: CausalModel, settings: AdapterSettings, seed: int) -> CausalM
         raise ValueError("the model has an adapter already")
     for parameter in model.module.parameters():
         parameter.requires_grad_(False)
+    modules: dict[str, LoraLinear] = {}
     for name in settings.targets:
         path, _, leaf = name.rpartition(".")
         owner = model.module.get_submodule(path)
-        layer = LoraLinear(getattr(owner, leaf), name, settings, seed, model.randomness)
+        modules[name] = layer = LoraLinear(getattr(owner, leaf), name, settings, seed, model.randomness)
+        layer.plain = not model.fast
         setattr(owner, leaf, layer.train(owner.training))
     for name in settings.stacks:
         path, _, leaf = name.rpartition(".")
@@ -103,6 +105,11 @@ def _insert(model: CausalModel, settings: AdapterSettings, seed: int) -> CausalM
         if hasattr(owner, "config"):
             owner.config._experts_implementation = "eager"  # one expert after the other, so that each meets its adapter
         adapt_stack(owner, leaf, name, settings, seed)
+    for block in model.anatomy.block_names() if model.fast else ():
+        for group in model.traits.shared:
+            layers = [modules[f"{block}.{name}"] for name in group if f"{block}.{name}" in modules]
+            if len(layers) > 1:
+                SharedInput(layers)
     model.adapter = replace(settings, short_targets=_short_targets(model, settings.targets))
     return model
 

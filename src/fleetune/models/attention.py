@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from fleetune.models.dropout import Randomness, attention_mask_of, name_key, rounded_rate
+from fleetune.models.grouped_attention import attend_grouped
 
 if TYPE_CHECKING:
     from fleetune.models.layout import DocumentGroup, Grouping, LaidOut
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 NAME = "fleetune_documents"
 #: The same, with masks checked for patterns that are not known here; for one lone document only.
 CHECKED_NAME = "fleetune_documents_checked"
-
-#: Up to this length plain matrix products are at least as fast on a CPU as torch's fused attention (forward and backward
-#: of 1,024 tokens, 9 heads of 64, 2 threads, AVX2: 128: 28 against 33 ms, 256: 43 against 44, 512: 89 against 77).
-_PLAIN_LENGTH = 256
 
 #: Keywords that families pass and that change nothing here: bookkeeping, or what the layer has applied already.
 _HARMLESS = frozenset(
@@ -69,6 +66,11 @@ class LayerAttention:
     softcap: float | None
     sinks: torch.Tensor | None
     dropout: float
+
+    @property
+    def special(self) -> bool:
+        """Whether scores become probabilities in more than one softmax."""
+        return self.softcap is not None or self.sinks is not None
 
 
 def register() -> None:
@@ -138,11 +140,20 @@ def attend(
         keys = randomness.keys_of(name_key(randomness.next_site()), query.device)
     grouping = laid_out.grouping
     assert grouping is not None
+    if query.device.type == "cpu" and not asked.special and keys is None:
+        q, k, v = (_computed(x)[0].transpose(0, 1) for x in (query, key, value))
+        return attend_grouped(q, k, v, grouping, scaling=asked.scaling, window=asked.window)[None], None
     q, k, v = (_parts(_Gather.apply(x[0].transpose(0, 1), grouping), grouping) for x in (query, key, value))
     rows = [None] * len(q) if keys is None else _parts(keys.index_select(0, grouping.gather), grouping)
     outputs = [_attend_group(group, parts, asked, keys=own) for group, *parts, own in zip(grouping.groups, q, k, v, rows)]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return _Restore.apply(joined, grouping)[None], None
+
+
+def _computed(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype that products have under autocast, where that is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class _Gather(torch.autograd.Function):
@@ -196,12 +207,10 @@ def _attend(
     """Causal attention: q [G, heads, L, d], k and v [G, key heads, L, d] -> [G, heads, L, d]. keys: int64 [G, L]."""
     length = q.shape[2]
     window = asked.window if asked.window is not None and asked.window < length else None
-    special = asked.softcap is not None or asked.sinks is not None or keys is not None
-    if not special and (q.device.type != "cpu" or length > _PLAIN_LENGTH):
+    if not asked.special and keys is None:
         mask = None if window is None else _visible(length, window, q.device)
         grouped = q.shape[1] != k.shape[1]
-        if grouped and (mask is not None or q.device.type == "cpu"):
-            # fused kernels fold grouped heads only without a mask, and no faster on a CPU
+        if grouped and mask is not None:  # fused kernels fold grouped heads only without one
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             grouped = False
         return functional.scaled_dot_product_attention(

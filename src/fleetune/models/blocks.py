@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fleetune.models.dropout import KeyedDropout, Randomness
+from fleetune.models.fast import replace_operations
 from fleetune.spec.errors import raise_if_any
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ _HEADS_OF_OTHER_TASKS = ("classifier_", "summary_", "classification_")
 
 
 def prepare_blocks(model: CausalModel, *, gradient_checkpointing: bool) -> None:
-    """Make the training forward of `model` a function of its keys alone, and keep or recompute activations."""
+    """Make the training forward of `model` fast and a function of its keys alone, and keep or recompute activations."""
     refuse_other_noise(model.module)
+    if model.fast:
+        replace_operations(model.module)
     replace_dropouts(model.module, model.randomness)
     model.randomness.functional = calls_dropout_itself(model.module)
     if model.randomness.functional:

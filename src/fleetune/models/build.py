@@ -43,6 +43,7 @@ def load_model(
     seed: int = 0,
     quantized: Path | None = None,
     stage: Stage | None = None,
+    fast: bool = True,
 ) -> CausalModel:
     """Load a model folder (config.json and safetensors). One process, no collective.
 
@@ -50,8 +51,8 @@ def load_model(
     adapter, evaluation) are held in it; stored in it on the CPU they are memory-mapped, else converted, one private copy
     per process. Trained weights are fp32 masters whatever `dtype` is. seed: of the dropouts. quantized: a folder of
     `prepare_quantized`, whose weights take the places of the linear layers'. stage: keep the weights of one stage only (see
-    `part.py`); the others are mapped while the model is probed, and never copied. Raises UserError naming every missing,
-    unexpected or mis-shaped weight.
+    `part.py`); the others are mapped while the model is probed, and never copied. fast: see `CausalModel`. Raises UserError
+    naming every missing, unexpected or mis-shaped weight.
     """
     dtype = PRECISIONS[dtype] if isinstance(dtype, str) else dtype
     folder, device = Path(folder), torch.device(device)
@@ -67,7 +68,9 @@ def load_model(
     anatomy = Anatomy.of(module)
     traits = probe(module, anatomy, at_first)
     randomness = Randomness(seed)
-    model = CausalModel(module, anatomy, traits, compute_dtype=dtype, device=at_first, randomness=randomness, folder=folder)
+    model = CausalModel(
+        module, anatomy, traits, compute_dtype=dtype, device=at_first, randomness=randomness, folder=folder, fast=fast
+    )
     prepare_blocks(model, gradient_checkpointing=gradient_checkpointing)
     if stage is not None:
         keep_part(model, stage, device=device, trainable=trainable)

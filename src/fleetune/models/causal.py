@@ -18,6 +18,7 @@ from fleetune.models.dropout import Randomness
 from fleetune.models.full_files import save_full
 from fleetune.models.head import Head
 from fleetune.models.layout import LaidOut, Layout, lay_out
+from fleetune.models.lora import LoraLinear
 from fleetune.models.probe import Traits, body_of, hidden_of, set_attention, using_attention
 from fleetune.models.quantized_files import QuantisedUnder
 from fleetune.models.quantized_linear import parts_bytes, quantized_layers
@@ -35,7 +36,8 @@ class CausalModel:
     module: the transformers model; its adapter's layers stand in the places of linear layers.
     layout: the layout that `lay_out` uses (see `choose_layout`).
     compute_dtype: of the forward. Where trained weights are fp32 masters and it is another, `hidden` runs under autocast.
-    adapter: settings of the adapter, or None. folder: where the base model's files lie.
+    adapter: settings of the adapter, or None. folder: where the base model's files lie. fast: use operations of ours; else the
+    family's own attention on rows, its own layers, and plain products.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class CausalModel:
         device: torch.device,
         randomness: Randomness,
         folder: Path,
+        fast: bool = True,
     ) -> None:
         self.module = module
+        self.fast = fast
         self.anatomy = anatomy
         self.traits = traits
         self.compute_dtype = compute_dtype
@@ -66,7 +70,7 @@ class CausalModel:
         self._attention_of_rows = self._own_attention
         self._length_switch = LengthSwitch.of(module.config)
         self.layout: Layout = "documents"
-        self.use_layout(choose_layout(traits, device))
+        self.use_layout(choose_layout(traits, fast=fast))
 
     def use_layout(self, layout: Layout) -> None:
         """Use a layout from now on. Raises ValueError for `flat` where the family's attention cannot do it."""
@@ -74,6 +78,12 @@ class CausalModel:
             raise ValueError(f"{type(self.module).__name__} has no flat layout: {self.traits.not_flat}")
         self.layout = layout
         set_attention(self.module, attention.NAME if layout == "flat" else self._attention_of_rows)
+
+    def separate_inputs(self) -> None:
+        """Have each adapted layer compute by itself: for whoever puts a layer's weights together when it alone is called."""
+        for part in self.module.modules():
+            if isinstance(part, LoraLinear):
+                part.shared = None
 
     def use_keyed_attention(self) -> None:
         """In the documents layout, attend where dropout of probabilities can be keyed: not inside a fused kernel."""
@@ -109,7 +119,7 @@ class CausalModel:
     @property
     def head(self) -> Head:
         module = self.module.get_submodule(self.anatomy.head)
-        return Head(module.weight, module.bias, self.compute_dtype, self.traits.scale, self.traits.softcap)  # type: ignore[arg-type]
+        return Head(module.weight, module.bias, self.compute_dtype, self.traits.scale, self.traits.softcap, self.fast)  # type: ignore[arg-type]
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -190,6 +200,6 @@ class CausalModel:
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=masters)
 
 
-def choose_layout(traits: Traits, device: torch.device) -> Layout:
-    """The one place where a layout is chosen: the flat one, without padding, wherever it is exact."""
-    return "flat" if traits.flat else "documents"
+def choose_layout(traits: Traits, *, fast: bool) -> Layout:
+    """The one place where a layout is chosen: the flat one, without padding, wherever it is exact and wished for."""
+    return "flat" if traits.flat and fast else "documents"

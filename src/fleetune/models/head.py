@@ -12,7 +12,8 @@ class Head:
     """logits = cap(scale * (hidden @ weight.T + bias)), where cap(z) = softcap * tanh(z / softcap).
 
     weight: [V, H], frozen or trained, perhaps tied to the embedding. bias: [V] or None.
-    dtype: in which the matrix product is made; scale, cap and everything after are in fp32.
+    dtype: in which the matrix product is made; scale, cap and everything after are in fp32. fused: the loss makes logits and
+    their gradient chunk by chunk; else all of them exist.
     """
 
     weight: torch.Tensor
@@ -20,6 +21,7 @@ class Head:
     dtype: torch.dtype
     scale: float = 1.0
     softcap: float | None = None
+    fused: bool = True
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., H] -> fp32 [..., V], with a gradient; for evaluation and generation, a few rows at a time."""

@@ -8,7 +8,8 @@ non-finite embedding of some other token can enter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -49,6 +50,7 @@ class Grouping:
     gather: int64 [P], the slot of each row; a document's rows beyond its end repeat its last slot. restore: int64 [C], the
     row of each slot; slots behind the last token take the last row. pads: int64, the rows beyond a document's end.
     num_tokens: slots from here on hold no token. They and `pads` have no gradient: nothing is read from them.
+    biases: what hides keys from queries, once made; all layers of a forward share it.
     """
 
     groups: tuple[DocumentGroup, ...]
@@ -56,6 +58,7 @@ class Grouping:
     restore: torch.Tensor
     pads: torch.Tensor
     num_tokens: int
+    biases: dict[Hashable, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

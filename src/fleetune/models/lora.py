@@ -8,19 +8,19 @@ model's names do not change; the adapter's are `lora_A.weight`, `lora_B.weight` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import nn
 
 from fleetune.models.dropout import KeyedDropout, Randomness, name_key
+from fleetune.models.gated import Activation
+from fleetune.models.lora_product import Factors, Frozen, gated_product, lora_products
 from fleetune.models.quantized_linear import QuantizedLinear
 
 AdapterKind = Literal["lora", "dora", "rslora"]
-#: A frozen weight [out, in]: a tensor, or the quantised layer that makes it.
-Frozen: TypeAlias = torch.Tensor | QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,28 @@ class LoraLinear(nn.Module):
         self.lora_dropout = KeyedDropout(settings.dropout, f"{name}.lora_dropout", randomness)
         #: Where this rank has only some columns of the input: sums a tensor over the ranks that have the others.
         self.over_peers: Callable[[torch.Tensor], None] | None = None
+        #: Other layers that are given the same input.
+        self.shared: SharedInput | None = None
+        #: Whether to compute with plain operations of torch, as a check of the fused ones.
+        self.plain = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the layer and its adapter are one operation now."""
+        drops = self.training and self.lora_dropout.p > 0
+        return not (self.plain or drops or self.lora_magnitude_vector is not None)
+
+    def factors(self) -> Factors:
+        """The layer as products, in the dtype of the base."""
+        weight: Frozen = self.oriented() if self.quantized is None else self.quantized
+        a, b = self.lora_A.weight.to(weight.dtype), self.lora_B.weight.to(weight.dtype)
+        return Factors(weight, self.bias, a, b, self.scale)
+
+    def of_gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """The layer of act(gate) * up, both [..., in]; for a fused layer."""
+        factors = self.factors()
+        g, u = (x.reshape(-1, x.shape[-1]).to(factors.weight.dtype) for x in (gate, up))
+        return gated_product(g, u, activation, factors).view(*gate.shape[:-1], self.out_features)
 
     def oriented(self) -> torch.Tensor:
         """The base weight as [out, in], a view; of a base that is not quantised."""
@@ -129,6 +151,8 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], in the dtype of the base."""
+        if self.is_fused:
+            return _together([self], x)[0] if self.shared is None else self.shared.product(self, x)
         weight: Frozen = self.oriented() if self.quantized is None else self.quantized
         if x.dtype != weight.dtype:
             x = x.to(weight.dtype)
@@ -136,9 +160,6 @@ class LoraLinear(nn.Module):
         dropped = self.lora_dropout(x)
         if self.lora_magnitude_vector is not None:
             return self._dora(x, dropped, weight, a, b)
-        if dropped is x:
-            rows = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), weight, self.bias, a, b, self.scale)
-            return rows.view(*x.shape[:-1], self.out_features)
         y = _product(x, weight, self.bias)
         return y + nn.functional.linear(nn.functional.linear(dropped, a), b) * self.scale
 
@@ -177,45 +198,35 @@ def _product(x: torch.Tensor, weight: Frozen, bias: torch.Tensor | None) -> torc
     return y if bias is None else y + bias
 
 
-class _LoraLinear(torch.autograd.Function):
-    """The base layer and its adapter as one operation that keeps only its input [T, in]; gives [T, out], no view.
+class SharedInput:
+    """Layers of one block that are given one input (query, key and value; gate and up), found by running the model once.
 
-    The frozen weight gets no gradient, and x A^T (tokens x rank, far smaller than x) is made again in the backward; so is
-    a weight that rests quantised.
+    The first of them to be called computes all; the others, called with the very same tensor, take what is theirs. A layer
+    that is called with another tensor computes by itself.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        weight: Frozen,
-        bias: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        ctx.quantized = weight if isinstance(weight, QuantizedLinear) else None
-        dense = weight.dense() if isinstance(weight, QuantizedLinear) else weight
-        y = nn.functional.linear(rows, dense, bias)
-        y.addmm_(rows @ a.t(), b.t(), alpha=scale)
-        ctx.save_for_backward(rows, a, b, *(() if ctx.quantized is not None else (dense,)))
-        ctx.scale = scale
+    def __init__(self, layers: Sequence[LoraLinear]) -> None:
+        self._layers = tuple(layers)
+        self._given: torch.Tensor | None = None
+        self._ready: dict[LoraLinear, torch.Tensor] = {}
+        for layer in layers:
+            layer.shared = self
+
+    def product(self, layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out] of one of the layers."""
+        if x is not self._given or layer not in self._ready:
+            layers = [layer, *(other for other in self._layers if other is not layer and other.is_fused)]
+            self._given, self._ready = x, dict(zip(layers, _together(layers, x)))
+        y = self._ready.pop(layer)
+        if not self._ready:
+            self._given = None
         return y
 
-    @staticmethod
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, a, b, *dense = ctx.saved_tensors
-        needs_rows, _, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
-        d_low = d_y @ b
-        d_low *= ctx.scale
-        d_rows = d_a = d_b = None
-        if needs_b:
-            d_b = torch.mm(d_y.t(), rows @ a.t()).mul_(ctx.scale)
-        if needs_a:
-            d_a = d_low.t() @ rows
-        if needs_rows:
-            d_rows = (d_y @ (dense[0] if dense else ctx.quantized.dense())).addmm_(d_low, a)
-        return d_rows, None, d_y.sum(0) if needs_bias else None, d_a, d_b, None
+
+def _together(layers: Sequence[LoraLinear], x: torch.Tensor) -> list[torch.Tensor]:
+    factors = [layer.factors() for layer in layers]
+    rows = x.reshape(-1, x.shape[-1]).to(factors[0].weight.dtype)
+    return [y.view(*x.shape[:-1], y.shape[-1]) for y in lora_products(rows, factors)]
 
 
 def keyed_uniform(shape: tuple[int, ...], bound: float, seed: int, name: str) -> torch.Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fleetune.models.lora import AdapterSettings, Factor, _LoraLinear, keyed_uniform
+from fleetune.models.lora import AdapterSettings, Factor, keyed_uniform
+from fleetune.models.lora_product import Factors, lora_products
 
 #: What stands behind a parameter's name in the name of the module that holds its adapter.
 SUFFIX = "_lora"
@@ -86,7 +87,7 @@ class _AdaptedExpert:
             return nn.functional.linear(x, whole if as_linear else whole.t(), bias)
         weight = self._weight.t() if self._transposed else self._weight
         rows = x.reshape(-1, x.shape[-1]).to(weight.dtype)
-        y: torch.Tensor = _LoraLinear.apply(rows, weight, bias, self._a.to(rows.dtype), self._b.to(rows.dtype), self._scale)
+        (y,) = lora_products(rows, [Factors(weight, bias, self._a.to(rows.dtype), self._b.to(rows.dtype), self._scale)])
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @classmethod

@@ -37,6 +37,8 @@ def token_loss(hidden: torch.Tensor, targets: torch.Tensor, head: Head) -> torch
     In fp32 equal to `cross_entropy(head.logits(hidden), targets, reduction="sum")` up to rounding. In bf16 the products
     are made in bf16 and everything else in fp32; the gradient of the logits is rounded to bf16 once, as autograd would.
     """
+    if not head.fused:
+        return torch.nn.functional.cross_entropy(head.logits(hidden), targets, reduction="sum")
     return _HeadLoss.apply(hidden, head.weight, head.bias, targets, head)
 
 

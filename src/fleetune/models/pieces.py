@@ -50,6 +50,7 @@ def empty_model(wanted: WantedModel, device: torch.device) -> CausalModel:
         device=device,
         randomness=Randomness(wanted.seed),
         folder=wanted.folder,
+        fast=wanted.fast,
     )
     prepare_blocks(model, gradient_checkpointing=wanted.gradient_checkpointing)
     module.train()

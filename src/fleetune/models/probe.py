@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class Traits:
 
     flat: whether the flat layout is exact here; else `not_flat` says why. through_head: the hidden states change between
     body and head, so they are taken at the head's door. scale, softcap: what is done to the head's products (see `Head`).
+    shared: names within a block of linears that are given one and the same tensor, each such group once.
     """
 
     flat: bool
@@ -44,6 +46,7 @@ class Traits:
     through_head: bool
     scale: float
     softcap: float | None
+    shared: tuple[tuple[str, ...], ...] = ()
 
 
 def probe(model: nn.Module, anatomy: Anatomy, device: torch.device, *, try_flat: bool = True) -> Traits:
@@ -90,7 +93,8 @@ def _probe(model: nn.Module, anatomy: Anatomy, device: torch.device, try_flat: b
     documents = 4 + (7 * np.arange(2 * _LENGTH)) % max(1, size - 4)
     last_changed = np.append(documents[: _LENGTH - 1], documents[-1])
     rows = torch.from_numpy(np.concatenate([last_changed, documents]).reshape(3, _LENGTH)).to(device)
-    own = _own_forward(model, anatomy, rows)
+    with _seeing_inputs(model, anatomy) as inputs:
+        own = _own_forward(model, anatomy, rows)
     tolerance = TOLERANCE.get(own.at_head.dtype, 1e-4) * float(own.at_head.float().abs().max())
     shorter = _own_forward(model, anatomy, rows[:1, :5]).at_head[0]
     seen = max(_difference(own.at_head[1, :-1], own.at_head[0, :-1]), _difference(shorter, own.at_head[0, :5]))
@@ -110,7 +114,41 @@ def _probe(model: nn.Module, anatomy: Anatomy, device: torch.device, try_flat: b
                 reason = f"its flat forward differs from its own by {off:.2g}"
         except Exception as error:  # whatever a family does with what it does not expect, the other layout is exact
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return Traits(not reason, reason, through_head, scale, softcap)
+    return Traits(not reason, reason, through_head, scale, softcap, _sharing(inputs))
+
+
+@contextmanager
+def _seeing_inputs(model: nn.Module, anatomy: Anatomy) -> Iterator[list[tuple[int, str, torch.Tensor]]]:
+    """(number of the block, name of a linear within it, its input) of each call inside, in order."""
+    seen: list[tuple[int, str, torch.Tensor]] = []
+    hooks = []
+    for number, block in enumerate(model.get_submodule(anatomy.blocks).children()):
+        for name, module in block.named_modules():
+            if name in anatomy.linears:
+                see = partial(_see, seen, number, name)
+                hooks.append(module.register_forward_pre_hook(see))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _see(seen: list[tuple[int, str, torch.Tensor]], number: int, name: str, module: nn.Module, args: Any) -> None:
+    if args and isinstance(args[0], torch.Tensor):
+        seen.append((number, name, args[0]))
+
+
+def _sharing(inputs: list[tuple[int, str, torch.Tensor]]) -> tuple[tuple[str, ...], ...]:
+    """Groups of names, each name in one group at most: the first that it is seen in."""
+    groups: dict[tuple[int, int], list[str]] = {}
+    for number, name, given in inputs:  # the tensors live, so an id is one tensor's alone
+        groups.setdefault((number, id(given)), []).append(name)
+    chosen: list[tuple[str, ...]] = []
+    for names in groups.values():
+        if len(names) > 1 and not {*names} & {name for group in chosen for name in group}:
+            chosen.append(tuple(dict.fromkeys(names)))
+    return tuple(chosen)
 
 
 @dataclass(frozen=True)

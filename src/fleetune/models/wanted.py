@@ -31,6 +31,7 @@ class WantedModel:
 
     precision: fp32, bf16 or fp16. adapter: a new one, and adapter_folder: one to go on with; with neither, all weights are
     trained. quantized: a folder of `prepare_quantized`, for the frozen linear layers. seed: of new weights and of dropouts.
+    fast: see `CausalModel`.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class WantedModel:
     allow_remote_code: bool = False
     gradient_checkpointing: bool = False
     seed: int = 0
+    fast: bool = True
 
     @property
     def is_full(self) -> bool:
@@ -72,6 +74,7 @@ def _load(wanted: WantedModel, device: torch.device, stage: Stage | None) -> Cau
         seed=wanted.seed,
         quantized=wanted.quantized,
         stage=stage,
+        fast=wanted.fast,
     )
     return model if wanted.is_full else adapted(model, wanted)
 

@@ -53,6 +53,8 @@ def build(request: EngineRequest) -> Built:
 
     assert request.zero is not None
     model = load_whole(request.model, request.world.device)
+    if request.zero.stage == 3:
+        model.separate_inputs()
     engine = ZeroEngine(
         model,
         forward_of(model, TokenLoss()),

@@ -131,6 +131,11 @@ class OptimizationSection(_Section):
     gradient_checkpointing: bool = _field(
         False, "Keep only each block's input and compute the rest again in the backward pass: less memory, slower.", resume=True
     )
+    fast: Literal["on", "off"] = _field(
+        "on",
+        "off: the plain path, to compare with: the family's own layers and attention, one row per document, plain products in "
+        "adapters, all logits at once. The same losses up to rounding; slower, and several times the memory.",
+    )
     global_batch_size: int | None = _field(
         None, "Sequences per optimizer step over all ranks. Empty: 8.", aliases=("train_batch_size",), ge=1
     )

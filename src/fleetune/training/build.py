@@ -292,6 +292,7 @@ def wanted_model(spec: RunSpec, prepared: Prepared) -> WantedModel:
         quantized=Path(prepared.quantized_folder) if prepared.quantized_folder else None,
         allow_remote_code=spec.weights.allow_remote_code,
         gradient_checkpointing=optimization.gradient_checkpointing,
+        fast=optimization.fast == "on",
         seed=optimization.seed,
     )
 

@@ -90,6 +90,7 @@ class TuringLightningModule(LightningModule):
             device=self.trainer.strategy.root_device,
             trainable=is_full,
             gradient_checkpointing=spec.optimization.gradient_checkpointing,
+            fast=spec.optimization.fast == "on",
             seed=spec.optimization.seed,
         )
         if not is_full:
