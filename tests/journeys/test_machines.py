@@ -162,9 +162,10 @@ def is_installed(name: str) -> bool:
 def test_the_torchrun_command_of_article_2_finds_node1_by_its_name(machines: Machines) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=12345"]
     words += ["--rdzv_backend=c10d", "--rdzv_endpoint=node1:29500", str(SOURCE.parent / "train_distributed.py")]
-    words += ["--model", str(machines.folder / "llama"), "--data", str(machines.folder / "rows.jsonl")]
-    run = machines.runs / "torchrun"
-    short = {"RUN": str(run), "MAX_STEPS": "3", "GLOBAL_BATCH_SIZE": "4", "SEQUENCE_LENGTH": "64", "PRECISION": "fp32"}
+    words += ["--weights", str(machines.folder / "llama"), "--data", str(machines.folder / "rows.jsonl")]
+    (machines.folder / "saved_model").symlink_to(machines.runs)  # the preset's place for runs, and each machine's own
+    run = machines.runs / "llama2_lora"
+    short = {"MAX_STEPS": "3", "GLOBAL_BATCH_SIZE": "4", "SEQUENCE_LENGTH": "64", "PRECISION": "fp32"}
     environment = {f"FLEETUNE_{name}": value for name, value in short.items()}
     processes = [machines.start_command(*words, side=side, **environment) for side in "ab"]
     said = [process.communicate(timeout=280)[1] for process in processes]
