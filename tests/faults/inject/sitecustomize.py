@@ -1,8 +1,13 @@
 """Faults at named points of a worker, put in by the tests: on their PYTHONPATH, this is imported by every process of a run.
 
-`TEST_FAULTS` is a JSON list of {"at": "backward" | "fsync" | "rename" | "load", "count": N, "rank": R or null, "do": "kill" |
-"raise" | "hold" | "loop" | "regex" | "stop" | "slow" | "eio", "once": PATH or null}: at the N-th such call in the process of
-that rank the fault happens; with `once`, only for whoever makes that file first, so that the next attempt is spared.
+`TEST_FAULTS` is a JSON list of {"at": "backward" | "fsync" | "rename" | "load" | "disk", "count": N, "rank": R or null, "do":
+"kill" | "raise" | "hold" | "loop" | "regex" | "stop" | "slow" | "eio", "once": PATH or null, "after": PATH or null}: at the N-th
+such call in the process of that rank the fault happens (`disk`: any operation by which a save changes the disk); with `once`,
+only for whoever makes that file first, so that the next attempt is spared, and what was called is written there; with `after`,
+only where that file is there already.
+
+{"at": "clock", "rank": R or "supervisor", "offset": S, "jump": S, "after_s": S}: the time of day of that process is so many
+seconds off, and jumps when the process is `after_s` old.
 """
 
 from __future__ import annotations
@@ -23,21 +28,34 @@ class _Finder(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
             for fault in json.loads(os.environ["TEST_FAULTS"]):
                 if fault.get("rank") is None or str(fault["rank"]) == os.environ.get("RANK", "0"):
-                    _put_in(fault)
+                    if fault["at"] == "clock":
+                        _set_clock(fault)
+                    else:
+                        _put_in(fault)
         return None
+
+
+def _set_clock(fault):
+    real, began = time.time, time.monotonic()
+
+    def skewed():
+        jump = fault.get("jump", 0.0) if time.monotonic() - began > fault.get("after_s", 0.0) else 0.0
+        return real() + fault["offset"] + jump
+
+    time.time = skewed
 
 
 def _put_in(fault):
     calls = [0]
 
-    def met():
+    def met(name):
         calls[0] += 1
         if calls[0] == fault["count"] or (fault.get("lasting") and calls[0] > fault["count"]):
-            _happen(fault)
+            _happen(fault, name)
 
     def before(function):
         def with_fault(*arguments, **options):
-            met()
+            met(function.__name__)
             return function(*arguments, **options)
 
         return with_fault
@@ -54,14 +72,25 @@ def _put_in(fault):
         from fleetune.checkpoint.store import CheckpointStore
 
         CheckpointStore.latest = before(CheckpointStore.latest)
+    elif fault["at"] == "disk":
+        from fleetune.checkpoint import disk
+
+        for name in ("make_folder", "create", "rename", "sync_folder", "remove_file", "remove_folder"):
+            setattr(disk.RealDisk, name, before(getattr(disk.RealDisk, name)))
+        for name in ("write", "sync"):
+            setattr(disk._NewFile, name, before(getattr(disk._NewFile, name)))
 
 
-def _happen(fault):
+def _happen(fault, name):
+    if fault.get("after") and not os.path.exists(fault["after"]):
+        return
     if fault.get("once"):
         try:
-            os.close(os.open(fault["once"], os.O_CREAT | os.O_EXCL))
+            mark = os.open(fault["once"], os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return
+        os.write(mark, name.encode())
+        os.close(mark)
     do = fault["do"]
     if do == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -89,3 +118,7 @@ def _happen(fault):
 
 if os.environ.get("TEST_FAULTS"):
     sys.meta_path.insert(0, _Finder())
+    if "fleetune.cli.main" in sys.orig_argv:
+        for clock in json.loads(os.environ["TEST_FAULTS"]):
+            if clock["at"] == "clock" and clock["rank"] == "supervisor":
+                _set_clock(clock)
