@@ -1,7 +1,7 @@
 """Faults at named points of a worker, put in by the tests: on their PYTHONPATH, this is imported by every process of a run.
 
 `TEST_FAULTS` is a JSON list of {"at": "backward" | "fsync" | "rename" | "load" | "disk", "count": N, "rank": R or null, "do":
-"kill" | "raise" | "hold" | "loop" | "regex" | "stop" | "slow" | "eio", "once": PATH or null, "after": PATH or null}: at the N-th
+"kill" | "raise" | "hold" | "loop" | "regex" | "stop" | "slow" | "eio", "once": PATH or null, "after": PATH or null}: at the Nth
 such call in the process of that rank the fault happens (`disk`: any operation by which a save changes the disk); with `once`,
 only for whoever makes that file first, so that the next attempt is spared, and what was called is written there; with `after`,
 only where that file is there already.
