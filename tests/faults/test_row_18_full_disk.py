@@ -28,18 +28,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["background", "blocking"])
+@pytest.mark.parametrize(("mode", "processes"), [("background", 1), ("blocking", 1), ("background", 2)])
 def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_step_and_no_row(
-    tmp_path: Path, small_disk: Path, tiny_llama: Path, mode: str
+    tmp_path: Path, small_disk: Path, tiny_llama: Path, mode: str, processes: int
 ):
     write_rows(tmp_path / "rows.jsonl")
     words = ["train", "--model", tiny_llama, "--data", "rows.jsonl", *SMALL, "--checkpoint-every", "2", "--save-mode", mode]
-    faults = [{"kind": "fill_disk", "folder": str(small_disk), "from_step": 3, "before_step": 8}]
+    words += ["--micro-batch-size", "1", "--gpus", str(processes)]
+    faults = [{"kind": "fill_disk", "rank": 0, "folder": str(small_disk), "from_step": 3, "before_step": 8}]
     done = fleetune_with(faults, *words, "--run", str(small_disk / "run"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = small_disk / "run"
     failed = events_of(run, "save_failed")
     assert failed and all(row["step"] in (4, 6) for row in failed)
+    assert "could not be saved, training goes on" in done.stderr
     assert all("the disk is full" in row["cause"] and "missing" in row["cause"] for row in failed)
     assert {2, 12} <= {row["step"] for row in events_of(run, "save")}
     assert not list((run / "checkpoints").glob("*.tmp-*")), "space was not given back"
