@@ -167,3 +167,16 @@ def test_evaluation_of_the_first_rows_takes_all_their_pieces(make_store: MakeSto
     rows = [sample.partition("#")[0] for m in batches for sample in m.samples]
     assert set(rows) == {"f0:1", "f0:2"}
     assert len(rows) > 2
+
+
+def test_the_heaviest_sequences_have_the_longest_document_then_the_most_tokens(
+    make_store: Callable[..., Any],
+) -> None:
+    store = make_store([3, 9, 16, 5, 7, 12, 2])
+    order = store.heaviest_first()
+    assert sorted(order) == list(range(store.num_sequences))
+    weights = []
+    for number in order:
+        lengths = [int(store.documents[int(entry["document"])]["length"]) for entry in store.entries_of(int(number))]
+        weights.append((max(lengths), sum(lengths)))
+    assert weights == sorted(weights, reverse=True) and weights[0] == (16, 16)

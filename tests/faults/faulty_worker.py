@@ -4,7 +4,7 @@
     {"kind": "slow_disk", "seconds": 9, "from_step": 4}             once, creating a file of a checkpoint takes so long
     {"kind": "failing_disk", "from_step": 4, "before_step": 7}      no file of a checkpoint can be created
     {"kind": "fill_disk", "folder": F, "from_step": 3, "before_step": 8}     no room is left on the disk of F
-    {"kind": "no_memory", "rank": 1, "sequences": 1}     a micro-batch of more sequences than that raises MemoryError
+    {"kind": "no_memory", "rank": 1, "sequences": 1}     a micro-batch of more sequences (`tokens`) than that raises MemoryError
     {"kind": "eat_memory", "rank": 1, "sequences": 1}    a micro-batch of more sequences takes memory until the kernel kills
 
 step counts the engine's steps in this process, from 1; rank is the one it happens on, else all.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import threading
@@ -151,8 +152,8 @@ def on_forward(before: Callable[[Any], None]) -> None:
 
 def no_memory(fault: dict[str, Any]) -> None:
     def before(batch: Any) -> None:
-        if len(batch.sequences) > fault["sequences"]:
-            raise MemoryError(f"no room for {len(batch.sequences)} sequences")
+        if len(batch.sequences) > fault.get("sequences", math.inf) or batch.num_tokens > fault.get("tokens", math.inf):
+            raise MemoryError(f"no room for {len(batch.sequences)} sequences of {batch.num_tokens} tokens")
 
     on_forward(before)
 

@@ -55,6 +55,42 @@ def test_an_error_before_the_ranks_have_talked_is_undone_in_place(place: Path, t
     check_equal(place, "in-place")
 
 
+def sizes_tried(run: Path) -> list[int]:
+    return [row["micro_batch_size"] for row in events_of(run, "rehearsal")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("limit", "tried", "taken"), [(4, [1, 2, 4], 4), (2, [1, 2, 4, 2], 2)], ids=["all fits", "two fit"])
+def test_at_the_start_the_micro_batch_grows_to_what_fits(
+    place: Path, tiny_llama: Path, limit: int, tried: list[int], taken: int
+):
+    # Sequences this long make a micro-batch of one by default: the tokens of a default micro-batch are one sequence's.
+    words = ["train", "--model", tiny_llama, *WORDS, "--sequence-length", "1024", "--no-packing", "--dynamic-batch-size"]
+    run = f"grown-{limit}"
+    done = fleetune_with([{"kind": "no_memory", "sequences": limit}], *words, "--run", run, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert sizes_tried(place / run) == tried
+    assert len(events_of(place / run, "out_of_memory")) == (limit < 4) and not events_of(place / run, "failure")
+    plain = fleetune("train", *words[1:-1], "--micro-batch-size", str(taken), "--run", f"plain-{limit}", cwd=place)
+    assert plain.returncode == 0, plain.stderr
+    assert losses(place / run) == losses(place / f"plain-{limit}"), "what was tried has left a trace in the numbers"
+
+
+@pytest.mark.long
+def test_the_longest_row_is_tried_before_the_first_step_wherever_it_comes(tiny_llama: Path, tmp_path: Path):
+    write_rows(tmp_path / "rows.jsonl", 40)
+    with open(tmp_path / "rows.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"question": "How many?", "answer": "' + "many clips, " * 6 + '"}\n')
+    words = ["train", "--model", tiny_llama, *WORDS, "--sequence-length", "128", "--no-packing", "--micro-batch-size", "4"]
+    faults = [{"kind": "no_memory", "tokens": 160}]
+    done = fleetune_with(faults, *words, "--dynamic-batch-size", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (told,) = events_of(tmp_path / "run", "out_of_memory")
+    assert told["step"] == 1 and told["micro_batch_size"] == 2
+    first = next(row for row in rows_of(tmp_path / "run" / "metrics.jsonl") if "loss" in row)
+    assert told["time"] < first["time"], "it was found in the middle of training"
+
+
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
     """A control group of version 1 with a memory limit; whoever writes its pid into `tasks` is in it, with its children."""

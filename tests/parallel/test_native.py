@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fleetune.parallel.native import NativeEngine, StepSettings
+from fleetune.parallel.out_of_memory import OutOfMemory
 from fleetune.parallel.world import Place, World
 from fleetune.spec.records import MicroBatch
 from parallel import cases, toy
@@ -185,6 +186,28 @@ def test_dropout_is_on_in_a_step_and_off_in_evaluation() -> None:
     engine.evaluate(toy.global_batch(0))
     engine.step(toy.global_batch(0), 0.01)
     assert model.modes == [False, True]
+
+
+def test_a_rehearsal_runs_forward_and_backward_and_leaves_no_trace() -> None:
+    model = toy.Toy()
+    rehearsed, plain = toy.build(alone(), model=model), toy.build(alone())
+    before = rehearsed.fingerprint()
+    assert rehearsed.rehearse(toy.global_batch(7)) is True
+    assert model.modes == [True] and rehearsed.fingerprint() == before
+    assert toy.train(rehearsed, toy.global_batch, range(2)) == toy.train(plain, toy.global_batch, range(2))
+
+
+def test_a_rehearsal_that_does_not_fit_leaves_no_trace_either() -> None:
+    class Full(toy.Toy):
+        def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, int]:
+            if batch.step == 7 and batch.number == 3:
+                raise MemoryError("no room")
+            return super().forward(batch)
+
+    rehearsed, plain = toy.build(alone(), model=Full()), toy.build(alone())
+    with pytest.raises(OutOfMemory, match="MemoryError: no room"):
+        rehearsed.rehearse(toy.global_batch(7))
+    assert toy.train(rehearsed, toy.global_batch, range(2)) == toy.train(plain, toy.global_batch, range(2))
 
 
 def test_a_step_without_trained_tokens_is_an_error_that_names_the_samples(ranks: Ranks) -> None:

@@ -49,6 +49,19 @@ def test_an_error_that_a_rank_raised_counts_and_only_for_the_last_attempt(folder
     assert why_short(folder, 9) is None, "a later attempt ended in peace"
 
 
+def test_a_size_that_was_rehearsed_is_known_and_one_that_the_attempt_died_of_is_halved():
+    given = Room(2, may_grow=True)
+    tried = [{"event": "rehearsal", "micro_batch_size": size} for size in (2, 4, 8)]
+    room = known_room(tried, given)
+    assert (room.micro_batch_size, room.may_grow) == (8, True)
+    smaller = room.smaller("the kernel killed rank 0 for lack of memory")
+    assert (smaller.micro_batch_size, smaller.may_grow) == (4, False)
+    failed = {"event": "out_of_memory", "micro_batch_size": 4, "gradient_checkpointing": False}
+    room = known_room([*tried, failed, {"event": "rehearsal", "micro_batch_size": 4}], given)
+    assert (room.micro_batch_size, room.may_grow) == (4, False)
+    assert known_room(tried, Room(2)).micro_batch_size == 2, "the person gives the size now"
+
+
 def test_first_smaller_micro_batches_then_checkpointing_then_the_person_with_remedies():
     room, seen = Room(4), []
     for _ in range(3):

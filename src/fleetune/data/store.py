@@ -124,6 +124,14 @@ class TokenStore:
         """`ENTRY` [D] of one sequence."""
         return self.entries[int(self.bounds[sequence]) : int(self.bounds[sequence + 1])]
 
+    def heaviest_first(self) -> np.ndarray:
+        """Sequence numbers, int64 [num_sequences]: those with the longest document first, since attention and padding grow with
+        it, and of these the ones with the most tokens."""
+        lengths = self.documents["length"][self.entries["document"]].astype(np.int64)
+        starts = np.asarray(self.bounds[:-1], dtype=np.int64)
+        longest, total = np.maximum.reduceat(lengths, starts), np.add.reduceat(lengths, starts)
+        return np.lexsort((np.arange(len(starts)), -total, -longest))
+
     def sample_ids(self, sequences: Sequence[int] | np.ndarray) -> tuple[str, ...]:
         """Sample ids of `sequences`, in order."""
         return tuple(

@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 #: What everybody should hear of, also where only warnings are wanted.
 WARNINGS = {"failure", "restart", "resize", "save_failed", "skipped", "rewind", "lost", "hang", "out_of_memory", "gave_up"}
 #: What is of use when something is looked for.
-DETAILS = {"start", "stop", "done", "prepare", "prepared", "heartbeat", "first_step", "resized"}
+DETAILS = {"start", "stop", "done", "prepare", "prepared", "heartbeat", "first_step", "resized", "rehearsal"}
 
 _ORIGIN = {"event", "attempt", "rank", "node", "time", "version", "step"}
 

@@ -24,6 +24,10 @@ class Engine(Protocol):
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepReport:
         """One optimizer step over the micro-batches of all ranks; each gives its own share, which may be empty."""
 
+    def rehearse(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Forward and backward of these, as in `step`, and no trace of it. Raises OutOfMemory on all ranks where the memory of
+        any does not hold them. False, and nothing was run, where a failure in the middle could not be undone."""
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """(summed loss, trained tokens) over all ranks, without any change of state; shares may be unequal or empty."""
 

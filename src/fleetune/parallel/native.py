@@ -149,6 +149,15 @@ class NativeEngine:
             culprits=culprits,
         )
 
+    def rehearse(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """See the protocol: no rank waits for another before all know whether it fitted."""
+        trained_tokens = max(1, sum(batch.num_trained_tokens for batch in micro_batches))
+        self._model.train(True)
+        self._gradients.zero()
+        together(self._world, lambda: self._accumulate(micro_batches, trained_tokens))
+        self._gradients.zero()
+        return True
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """(summed loss, trained tokens) over all ranks. Unequal and empty shares are fine; no state changes."""
         self._model.train(False)

@@ -124,6 +124,9 @@ class ZeroEngine:
             overflow=overflow,
         )
 
+    def rehearse(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        return False  # ranks meet in the middle of a forward: one that runs out of memory there leaves the others waiting
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """(summed loss, trained tokens) over all ranks. Unequal and empty shares are fine; no state changes."""
         self._engine.train(False)

@@ -62,8 +62,9 @@ class HealthSection(_Section):
     )
     dynamic_batch_size: bool = _field(
         False,
-        "Where memory runs out, halve the micro-batch and double the accumulation (the same mathematics), then turn on "
-        "gradient checkpointing, instead of ending the run.",
+        "Try the heaviest micro-batch before the first step, and larger ones where --micro-batch-size is not given. Where "
+        "memory runs out, halve the micro-batch and double the accumulation (the same mathematics), then turn on gradient "
+        "checkpointing, instead of ending the run.",
         resume=True,
     )
     save_mode: Literal["auto", "background", "blocking"] = _field(

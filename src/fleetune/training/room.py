@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetune.spec.errors import UserError
+from fleetune.spec.read import read_run
 from fleetune.spec.run_folder import RunFolder, read_json, read_lines
 from fleetune.training.progress import Run, event
 
 if TYPE_CHECKING:
     from fleetune.parallel.world import World
     from fleetune.spec.run_spec import RunSpec
+
+#: The event that is written before a micro-batch size is tried for the first time.
+REHEARSAL = "rehearsal"
 
 _REMEDIES = (
     "give a shorter --sequence-length, --method lora or a smaller --lora-rank, a smaller model, or devices with more memory"
@@ -26,19 +30,21 @@ _REMEDIES = (
 
 @dataclass(frozen=True)
 class Room:
-    """What is known to fit. micro_batch_size: None where nothing was tried. cause: why it has just become less."""
+    """What is known to fit. micro_batch_size: None where nothing was tried. cause: why it has just become less. may_grow:
+    whether more may be tried, because nobody has given the size and nothing has failed yet."""
 
     micro_batch_size: int | None = None
     gradient_checkpointing: bool = False
     cause: str | None = None
+    may_grow: bool = False
 
     def smaller(self, cause: str) -> Room:
         """What to try after this did not fit. Raises UserError where nothing is left to try."""
         size = self.micro_batch_size or 1
         if size > 1:
-            return replace(self, micro_batch_size=size // 2, cause=cause)
+            return replace(self, micro_batch_size=size // 2, cause=cause, may_grow=False)
         if not self.gradient_checkpointing:
-            return replace(self, gradient_checkpointing=True, cause=cause)
+            return replace(self, gradient_checkpointing=True, cause=cause, may_grow=False)
         raise UserError(
             "a micro-batch of one sequence does not fit into memory, not even with gradient checkpointing "
             f"({cause}): {_REMEDIES}"
@@ -50,6 +56,7 @@ def find_room(spec: RunSpec, folder: RunFolder, world: World) -> Room:
     given = Room(spec.optimization.micro_batch_size, spec.optimization.gradient_checkpointing)
     if not spec.health.dynamic_batch_size:
         return given
+    given = replace(given, may_grow=read_run(folder).origins["micro_batch_size"] in ("plan", "default"))
     answer: dict[str, Any] = {}
     if world.rank == 0:
         try:
@@ -66,12 +73,14 @@ def find_room(spec: RunSpec, folder: RunFolder, world: World) -> Room:
 
 def known_room(rows: Iterable[Mapping[str, Any]], given: Room) -> Room:
     """What the events of a run say. A smaller micro-batch that the person gives meanwhile goes before."""
-    size, checkpointing = given.micro_batch_size, given.gradient_checkpointing
+    size, checkpointing, may_grow = given.micro_batch_size, given.gradient_checkpointing, given.may_grow
     for row in rows:
+        if row.get("event") == REHEARSAL and given.may_grow:
+            size = row["micro_batch_size"]  # one that fitted, or the one that the attempt died of
         if row.get("event") == "out_of_memory":
             size = min(size or row["micro_batch_size"], row["micro_batch_size"])
-            checkpointing = checkpointing or row["gradient_checkpointing"]
-    return Room(size, checkpointing)
+            checkpointing, may_grow = checkpointing or row["gradient_checkpointing"], False
+    return Room(size, checkpointing, may_grow=may_grow)
 
 
 def why_short(folder: RunFolder, kills_now: int) -> str | None:

@@ -9,6 +9,7 @@ from fleetune.spec.batches import Batches, divide
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.run_spec import RunSpec
 from fleetune.training.progress import Progress, event
+from fleetune.training.rehearsal import rehearse
 from fleetune.training.room import kills, tell
 from fleetune.training.schedules import DEFAULT_LEARNING_RATE, Schedule
 
@@ -32,8 +33,9 @@ def go_on(parts: Parts) -> None:
         run.progress = Progress(**checkpoint.state)
         run.engine.load(checkpoint.read)
         parts.batches = resumed_batches(parts.spec, run.progress, parts.run.world.data_ranks)
-    if run.room.micro_batch_size is not None and run.room.micro_batch_size < parts.batches.micro_batch_size:
-        parts.resize(run.room.micro_batch_size)
+    known = run.room.micro_batch_size
+    if known is not None and known != parts.batches.micro_batch_size:
+        parts.resize(known)
     parts.plan = plan_of(parts)
     progress = run.progress
     progress.global_batch_size = parts.batches.global_batch_size
@@ -49,6 +51,8 @@ def go_on(parts: Parts) -> None:
     event(run, "start", **asked, **batch_sizes(parts), **sizes(parts), oom_kills=kills())
     if run.room.cause is not None:
         tell(run, run.room, step=progress.step)
+    if parts.spec.health.dynamic_batch_size and progress.step == 0:
+        rehearse(parts)
     if parts.prepared.validation_store is not None:
         parts.open_validation()
 
