@@ -10,9 +10,10 @@ import pytest
 
 from faults.harness import Place
 
-#: Each attempt makes one save and dies in its second one, one operation earlier than the attempt before.
-LAST = {0: 48, 1: 10}
-FIRST = {0: 14, 1: 3}
+#: Each attempt makes one save and dies in its second one, one operation earlier than the attempt before. A save is 25 operations
+#: of rank 0 at most, and a few more where it finds leftovers; and 8 of rank 1. (Of all writes to one file, two count.)
+LAST = {0: 58, 1: 16}
+FIRST = {0: 32, 1: 9}
 KINDS = {
     0: {"make_folder", "create", "write", "sync", "rename", "sync_folder", "remove_file", "remove_folder"},
     1: {"create", "write", "sync", "rename"},
@@ -20,9 +21,9 @@ KINDS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "mode"), [(0, "blocking"), (1, "background")])
 def test_a_run_that_dies_at_every_operation_of_a_save_loses_nothing(
-    place: Place, golden: Callable[..., Path], tmp_path: Path, rank: int
+    place: Place, golden: Callable[..., Path], tmp_path: Path, rank: int, mode: str
 ) -> None:
     counts = range(LAST[rank], FIRST[rank] - 1, -1)
     faults = [
@@ -30,11 +31,11 @@ def test_a_run_that_dies_at_every_operation_of_a_save_loses_nothing(
          "after": str(tmp_path / f"once-{count + 1}") if count < LAST[rank] else None}
         for count in counts
     ]  # fmt: skip
-    run = place.start("run", "--gpus", "2", "--checkpoint-every", "1", epochs=10, faults=faults)
+    run = place.start("run", "--gpus", "2", "--checkpoint-every", "1", "--save-mode", mode, epochs=10, faults=faults)
     assert run.end(600) == 0
     died_at = [(tmp_path / f"once-{count}").read_text() for count in counts]
     assert set(died_at) == KINDS[rank], f"not every kind of operation was met: {died_at}"
     assert run.account()["failures"] == len(counts)
     assert {row["rank"] for row in run.events("failure")} == {rank}
     assert not run.events("checkpoint_refused"), "a checkpoint that was not whole had the name of one that is"
-    run.holds_to(golden("--gpus", "2", epochs=10), interval=2)
+    run.holds_to(golden("--gpus", "2", epochs=10), interval=8)
