@@ -10,10 +10,10 @@ import pytest
 
 from faults.harness import Place
 
-#: Each attempt makes one save and dies in its second one, one operation earlier than the attempt before. A save is 25 operations
-#: of rank 0 at most, and a few more where it finds leftovers; and 8 of rank 1. (Of all writes to one file, two count.)
+#: Each attempt makes one save and dies in its second one, one operation earlier than the attempt before. A save is at most 25
+#: operations of rank 0, a few more where it finds leftovers, and 8 of rank 1. (Of all writes to one file, two count.)
 LAST = {0: 58, 1: 16}
-FIRST = {0: 32, 1: 9}
+FIRST = {0: 24, 1: 9}
 KINDS = {
     0: {"make_folder", "create", "write", "sync", "rename", "sync_folder", "remove_file", "remove_folder"},
     1: {"create", "write", "sync", "rename"},
@@ -31,7 +31,9 @@ def test_a_run_that_dies_at_every_operation_of_a_save_loses_nothing(
          "after": str(tmp_path / f"once-{count + 1}") if count < LAST[rank] else None}
         for count in counts
     ]  # fmt: skip
-    run = place.start("run", "--gpus", "2", "--checkpoint-every", "1", "--save-mode", mode, epochs=10, faults=faults)
+    run = place.start(
+        "run", "--gpus", "2", "--checkpoint-every", "1", "--save-mode", mode, "--max-restarts", "9", epochs=10, faults=faults
+    )
     assert run.end(600) == 0
     died_at = [(tmp_path / f"once-{count}").read_text() for count in counts]
     assert set(died_at) == KINDS[rank], f"not every kind of operation was met: {died_at}"
