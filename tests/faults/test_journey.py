@@ -25,9 +25,9 @@ SEED = int(os.environ.get("TEST_JOURNEY_SEED", "4"))
 SIZES = (2, 3, 1, 4)
 STRICT = ("--determinism", "strict")
 #: A micro-batch takes so long, so that faults meet every part of a step, and the processes do not fight for the cores.
-PACE = {"at": "backward", "count": 1, "do": "slow", "seconds": 0.1, "lasting": True}
+PACE = {"at": "backward", "count": 1, "do": "slow", "seconds": 0.25, "lasting": True}
 #: Steps for each second of faults: more than can be made in it, so that the run never ends before its faults do.
-STEPS_PER_S = 4
+STEPS_PER_S = 2.5
 STEPS_PER_EPOCH = 12
 KILL_EVERY_S = 12.0
 
