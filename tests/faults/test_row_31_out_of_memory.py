@@ -59,6 +59,11 @@ def sizes_tried(run: Path) -> list[int]:
     return [row["micro_batch_size"] for row in events_of(run, "rehearsal")]
 
 
+@pytest.mark.claim(
+    "H27",
+    command="fleetune train --dynamic-batch-size",
+    seen="before the first step the micro-batch grows to what fits; the losses are those of that size given",
+)
 @pytest.mark.long
 @pytest.mark.parametrize(("limit", "tried", "taken"), [(4, [1, 2, 4], 4), (2, [1, 2, 4, 2], 2)], ids=["all fits", "two fit"])
 def test_at_the_start_the_micro_batch_grows_to_what_fits(
@@ -80,7 +85,7 @@ def test_at_the_start_the_micro_batch_grows_to_what_fits(
 def test_the_longest_row_is_tried_before_the_first_step_wherever_it_comes(tiny_llama: Path, tmp_path: Path):
     write_rows(tmp_path / "rows.jsonl", 40)
     with open(tmp_path / "rows.jsonl", "a", encoding="utf-8") as file:
-        file.write('{"question": "How many?", "answer": "' + "many clips, " * 6 + '"}\n')
+        file.write('{"question": "How many?", "answer": "' + "many clips, " * 28 + '"}\n')
     words = ["train", "--model", tiny_llama, *WORDS, "--sequence-length", "128", "--no-packing", "--micro-batch-size", "4"]
     faults = [{"kind": "no_memory", "tokens": 160}]
     done = fleetune_with(faults, *words, "--dynamic-batch-size", "--run", "run", cwd=tmp_path)
@@ -139,6 +144,6 @@ def test_where_nothing_is_left_to_try_the_person_is_told_what_to_do(place: Path,
 def test_without_the_flag_the_cause_is_named(place: Path, tiny_llama: Path):
     words = ["train", "--model", tiny_llama, *WORDS, "--micro-batch-size", "2", "--run", "plain"]
     done = fleetune_with([{"kind": "no_memory", "sequences": 1}], *words, cwd=place)
-    assert done.returncode == 1
+    assert done.returncode == 2, "every restart ends in the same place: that is for the person to mend"
     assert all(row["cause"].startswith("out of memory: MemoryError") for row in events_of(place / "plain", "failure"))
     assert "--dynamic-batch-size" in done.stderr
