@@ -58,6 +58,7 @@ def _put_in(fault):
             met(function.__name__)
             return function(*arguments, **options)
 
+        with_fault.__name__ = function.__name__  # several faults at one place wrap each other
         return with_fault
 
     if fault["at"] == "backward":
