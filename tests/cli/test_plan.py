@@ -88,3 +88,19 @@ def test_training_without_torch_is_refused_before_anything_is_written(tiny_llama
         "error: training needs the package torch", "error: training needs the package transformers"
     ]  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--exact-match"], "needs held-out rows"),
+        (["--method", "full", "--lora-rank", "4"], "says what an adapter is"),
+        (["--max-new-tokens", "9"], "bounds answers"),
+        (["--warmup", "0.1", "--warmup-steps", "3"], "both say how long"),
+        (["--schedule", "constant", "--final-learning-rate-share", "0.2"], "where the rate ends"),
+        (["--pipeline-schedule", "interleaved"], "orders the stages"),
+    ],
+)
+def test_what_train_refuses_as_without_effect_is_told_by_the_plan(tiny_llama, rows, words, part, capsys):
+    assert main(["plan", "--model", str(tiny_llama), "--data", str(rows), *words]) == 2
+    assert part in capsys.readouterr().err

@@ -86,7 +86,8 @@ def work_out(flags: Source, file: Path | None = None, *, is_start: bool = True, 
     if spec.rows.data or spec.rows.validation:
         attempt(lambda: look_at_data(spec.rows, offline=spec.weights.offline))
     attempt(lambda: _check_template(spec.weights.chat_template))
-    problems += [*without_effect(resolved), *_absent_packages(spec), *absent_for_deepspeed(spec)] if is_start else []
+    problems += without_effect(resolved)
+    problems += [*_absent_packages(spec), *absent_for_deepspeed(spec)] if is_start else []
     located = attempt(lambda: _located(spec))
     # Without a model the plan cannot be made, but the division of a step can be checked all the same.
     layout = attempt(lambda: derive_layout(spec.layout.axes(), num_processes)) or Layout(replicate=num_processes)
