@@ -23,6 +23,9 @@ def flags(**values):
         ({"method": "full", "lora_targets": "q_proj,v_proj"}, "lora_targets q_proj,v_proj"),
         ({"max_new_tokens": 9}, "max_new_tokens 9"),
         ({"schedule": "constant", "final_learning_rate_share": 0.5}, "final_learning_rate_share 0.5"),
+        ({"accumulate": "once"}, "accumulate once"),
+        ({"skip_window": 2}, "skip_window 2"),
+        ({"ssh_config": "own"}, "ssh_config own"),
     ],
 )
 def test_what_could_have_no_effect_is_refused_by_name_with_a_fix(values, name):
@@ -39,6 +42,11 @@ def test_what_could_have_no_effect_is_refused_by_name_with_a_fix(values, name):
         {"method": "full"},
         {"lora_rank": 4},
         {"schedule": "constant"},
+        {"accumulate": "once", "shard": 2},
+        {"accumulate": "once", "zero_stage": 2},
+        {"skip_window": 2, "on_spike": "rewind"},
+        {"skip_window": 2, "on_nonfinite": "rewind"},
+        {"ssh_config": "own", "hosts": "a,b"},
     ],
 )
 def test_what_has_an_effect_is_not(values):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from fleetune.spec.declared import declared
 from fleetune.spec.read import Resolved
+from fleetune.spec.run_spec import RunSpec
 
 _OF_ADAPTERS = ("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 _OF_HELD_OUT = ("exact_match", "evaluate_every", "early_stop")
@@ -54,9 +55,23 @@ def _of_another_kind(resolved: Resolved) -> Iterator[str]:
         yield from _typed(resolved, ("warmup",), "and warmup_steps both say how long the rate rises: give one of them")
     if (spec.layout.pipeline or 1) == 1:
         yield from _typed(resolved, ("pipeline_schedule",), "orders the stages of a pipeline: give --pipeline too")
+    if (spec.layout.shard or 1) == 1 and not _asks_for_deepspeed(spec):
+        why = "is how ranks that keep pieces of gradients sum them, and none do: give --shard or --zero-stage 2"
+        yield from _typed(resolved, ("accumulate",), why)
+    if "rewind" not in (spec.health.on_nonfinite, spec.health.on_spike):
+        why = "is what a rewind leaves out, and nothing rewinds: give --on-spike rewind or --on-nonfinite rewind"
+        yield from _typed(resolved, ("skip_window",), why)
+    if not (spec.machines.hosts or spec.machines.cluster or spec.machines.on == "ssh"):
+        yield from _typed(resolved, ("ssh_config",), "is read to reach other machines, and there are none: give --hosts")
     if spec.optimization.schedule == "constant":
         why = "is where the rate ends, and schedule constant stays at its peak: leave it out"
         yield from _typed(resolved, ("final_learning_rate_share",), why)
+
+
+def _asks_for_deepspeed(spec: RunSpec) -> bool:
+    zero = spec.zero
+    asked = zero.use_deepspeed or zero.deepspeed is not None or zero.zero_stage is not None or zero.offload != "none"
+    return asked or zero.engine == "deepspeed"
 
 
 def _typed(resolved: Resolved, names: tuple[str, ...], why: str) -> Iterator[str]:
