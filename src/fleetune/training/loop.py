@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from fleetune.monitor.memory import return_free_memory
 from fleetune.parallel.out_of_memory import OutOfMemory
 from fleetune.spec.errors import Preempted
 from fleetune.spec.records import StepBatch, StepReport
@@ -45,6 +46,7 @@ def went_through(run: Run, batches: Iterator[StepBatch]) -> bool:
             rewind(run, batch.step + 1, trouble)
             return False
         advance(progress, batch, report)
+        return_free_memory()
         progress.training_s = time.monotonic() - started
         stop, is_writing, since_save_s = record(run, batch, report, learning_rate, time.monotonic() - began)
         run.pulse.step_done()
