@@ -1,5 +1,6 @@
-"""Two machines on this one: network namespaces joined by a cable, an sshd in each, each with its own name and mounts: a
-home, caches and runs that the other does not see. Needs root, `ip`, `unshare`, `nsenter` and an OpenSSH server."""
+"""Two machines on this one: network namespaces joined by a cable, each with its own name and mounts: a home, caches and runs
+that the other does not see. Needs root, `ip`, `unshare` and `nsenter`. Each is reached through its door: an OpenSSH server, or,
+where only the network matters, a line of our own that needs none (`line.py`)."""
 
 from __future__ import annotations
 
@@ -18,34 +19,50 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SSHD = "/usr/sbin/sshd"
+LINE = Path(__file__).resolve().parent / "line.py"
 ADDRESSES = {"a": "10.99.0.1", "b": "10.99.0.2"}
 NAMES = {"a": "node1", "b": "node2"}
 PORT = 2222
 
 
-def missing() -> str | None:
+def missing(door: str) -> str | None:
     """Why there can be no such machines here; None where there can."""
     if os.geteuid() != 0:
         return "needs root for network namespaces"
-    for tool in ("ip", "unshare", "nsenter", "ssh", "ssh-keygen", SSHD):
+    for tool in ("ip", "unshare", "nsenter", *(("ssh", "ssh-keygen", SSHD) if door == "sshd" else ())):
         if shutil.which(tool) is None:
             return f"needs the program {tool}"
     return None
 
 
 class Machines:
-    """`a`, where commands are run, and `b`. folder: seen by both (models, data). runs: each machine's own."""
+    """`a`, where commands are run, and `b`. folder: seen by both (models, data). runs: each machine's own.
 
-    def __init__(self, folder: Path) -> None:
+    door: `sshd`, or `line`."""
+
+    def __init__(self, folder: Path, door: str = "sshd") -> None:
         self.folder = folder
+        self.door = door
         self.runs = folder / "runs"
         self.keys = folder / "ssh"
         self.names = {side: f"ft{os.getpid()}{side}" for side in "ab"}
-        self._sshd: dict[str, subprocess.Popen[bytes]] = {}
+        self._doors: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         self.runs.mkdir(parents=True)
         self.keys.mkdir(mode=0o700)
+        (self.keys / "hosts").write_text("127.0.0.1 localhost\n10.99.0.1 node1\n10.99.0.2 node2\n")
+        if self.door == "sshd":
+            self._write_keys()
+        else:
+            ssh = self.keys / "ssh"
+            ssh.write_text(f'#!/bin/sh\nexec {sys.executable} {LINE} connect {PORT} "$@"\n')
+            ssh.chmod(0o755)
+        self._namespaces()
+        for side in "ab":
+            self._start_door(side)
+
+    def _write_keys(self) -> None:
         for key in ("id", "host", "stranger"):
             self._run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.keys / key))
         shutil.copy(self.keys / "id.pub", self.keys / "authorized_keys")
@@ -53,13 +70,9 @@ class Machines:
             f"Port {PORT}\nHostKey {self.keys}/host\nAuthorizedKeysFile {self.keys}/authorized_keys\nStrictModes no\n"
             f"PasswordAuthentication no\nPermitRootLogin yes\nPidFile none\nLogLevel ERROR\nUsePAM no\n"
         )
-        (self.keys / "hosts").write_text("127.0.0.1 localhost\n10.99.0.1 node1\n10.99.0.2 node2\n")
         host_key = (self.keys / "host.pub").read_text()
         (self.keys / "known_hosts").write_text("".join(f"[{address}]:{PORT} {host_key}" for address in ADDRESSES.values()))
         Path("/run/sshd").mkdir(exist_ok=True)
-        self._namespaces()
-        for side in "ab":
-            self._start_sshd(side)
 
     def ssh_config(self, *, key: str = "id", port: int = PORT) -> Path:
         path = self.keys / f"config-{key}-{port}"
@@ -71,7 +84,7 @@ class Machines:
 
     def within(self, side: str, *words: str | Path) -> list[str]:
         """The words of a command as it is run on one of the machines."""
-        enter = ["nsenter", "--target", str(self._sshd[side].pid), "--mount", "--net", "--uts"]
+        enter = ["nsenter", "--target", str(self._doors[side].pid), "--mount", "--net", "--uts"]
         return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *map(str, words)]
 
     def environment(self) -> dict[str, str]:
@@ -82,6 +95,7 @@ class Machines:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "HOME": str(Path("~root").expanduser()),
+            "PATH": os.pathsep.join([*([str(self.keys)] if self.door == "line" else []), kept["PATH"]]),
         }
 
     def start_command(self, *words: str | Path, side: str = "a", **environment: str) -> subprocess.Popen[str]:
@@ -114,15 +128,20 @@ class Machines:
         """`up` or `down`."""
         self._run("ip", "-n", self.names["a"], "link", "set", "va", state)
 
+    def network(self, side: str, *words: str) -> None:
+        """Change the network of a machine: the words of `ip` or `tc`, the program first."""
+        self._run(words[0], "-n", self.names[side], *words[1:])
+
     def processes(self, side: str) -> list[int]:
         """Python processes of ours that live on a machine: those in its network."""
-        network = os.readlink(f"/proc/{self._sshd[side].pid}/ns/net")
+        network = os.readlink(f"/proc/{self._doors[side].pid}/ns/net")
         found = []
         for entry in Path("/proc").iterdir():
             try:
                 if entry.name.isdigit() and os.readlink(entry / "ns" / "net") == network:
-                    words = (entry / "cmdline").read_bytes()
-                    if b"fleetune" in words and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    is_zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+                    if any(word.startswith(b"fleetune.") for word in words) and not is_zombie:
                         found.append(int(entry.name))
             except OSError:
                 continue
@@ -135,7 +154,7 @@ class Machines:
         return {address for address in found if not address.endswith(f":{PORT}")}
 
     def stop(self) -> None:
-        for side, process in self._sshd.items():
+        for side, process in self._doors.items():
             for pid in self.processes(side):
                 os.kill(pid, signal.SIGKILL)
             process.kill()
@@ -153,7 +172,7 @@ class Machines:
             self._run("ip", "-n", name, "link", "set", f"v{side}", "up")
             self._run("ip", "-n", name, "addr", "add", f"{ADDRESSES[side]}/24", "dev", f"v{side}")
 
-    def _start_sshd(self, side: str) -> None:
+    def _start_door(self, side: str) -> None:
         home = Path("~root").expanduser()
         needed = (SOURCE, Path(sys.prefix), Path(sys.base_prefix), self.folder)
         own = home / ".cache" if any(path.is_relative_to(home) for path in needed) else home
@@ -162,17 +181,22 @@ class Machines:
             f"mount -t tmpfs tmpfs {own} && mount -t tmpfs tmpfs {self.runs} && mount --bind {self.keys}/hosts /etc/hosts && "
         )
         script += f"echo {NAMES[side]} > /proc/sys/kernel/hostname && "
-        script += f"exec {SSHD} -D -e -f {self.keys}/sshd_config"
-        log = os.open(self.keys / f"sshd-{side}.log", os.O_WRONLY | os.O_CREAT, 0o600)
-        self._sshd[side] = subprocess.Popen(
+        if self.door == "sshd":
+            script += f"exec {SSHD} -D -e -f {self.keys}/sshd_config"
+        else:
+            script += f"exec {sys.executable} {LINE} listen {ADDRESSES[side]} {PORT}"
+        log = os.open(self.keys / f"door-{side}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+        self._doors[side] = subprocess.Popen(
             ["ip", "netns", "exec", self.names[side], "unshare", "-m", "-u", "--propagation", "private", "sh", "-c", script],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env=self.environment(),
         )
         deadline = time.monotonic() + 30
         while not self._answers(side):
-            assert self._sshd[side].poll() is None and time.monotonic() < deadline, (self.keys / f"sshd-{side}.log").read_text()
+            said = (self.keys / f"door-{side}.log").read_text()
+            assert self._doors[side].poll() is None and time.monotonic() < deadline, said
             time.sleep(0.05)
 
     def _answers(self, side: str) -> bool:
@@ -187,11 +211,11 @@ class Machines:
 
 
 @contextmanager
-def two_machines(folder: Path) -> Iterator[Machines]:
-    why = missing()
+def two_machines(folder: Path, door: str = "sshd") -> Iterator[Machines]:
+    why = missing(door)
     if why is not None:
         pytest.skip(f"two machines in network namespaces: {why}")
-    machines = Machines(folder)
+    machines = Machines(folder, door)
     try:
         try:
             machines.start()
