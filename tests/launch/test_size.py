@@ -107,7 +107,7 @@ LONG: dict[str, Any] = {"sync": True, "steps": 400, "step_s": 0.05}
 )
 def test_a_run_grows_and_shrinks_when_it_is_asked_to(tmp_path: Path) -> None:
     ends = {"sync": True, "first": 20, "steps": 3}
-    plans = {f"{attempt}/{rank}": LONG for attempt in (0, 1) for rank in range(3)}
+    plans = {f"{attempt}/{rank}": {**LONG, "first": 1000 * attempt} for attempt in (0, 1) for rank in range(3)}
     run = TinyRun.make(tmp_path / "run", {**plans, "2/0": ends})
     asked: list[int] = []
     sizes = [3, 1]

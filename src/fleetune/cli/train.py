@@ -21,7 +21,6 @@ from fleetune.monitor.summary import print_summary
 from fleetune.planning.explain import explain
 from fleetune.spec.declared import declared
 from fleetune.spec.errors import EXIT_DONE, UserError
-from fleetune.training.prepared import Prepared
 
 ABOUT = """Fine-tune a model on rows of data, or go on with a run (--resume).
 
@@ -105,6 +104,8 @@ def tell_next(finished: Finished) -> None:
     here = Path.cwd()
     name = shlex.quote(str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder))
     say("")
+    from fleetune.training.prepared import Prepared
+
     system = Prepared.read(finished.folder).system
     asked = f" --system {shlex.quote(system)}" if system else ""  # it learned to reply behind this text
     say(f'ask it:    fleetune generate {name}{asked} "..."')
