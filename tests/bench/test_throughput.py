@@ -46,6 +46,7 @@ def test_the_limit_counts_the_products_of_the_models_own_linears(tiny_llama: Pat
     assert 0 < seconds_per_token(lora[:1], precision="fp32") < 1
 
 
+@pytest.mark.long
 def test_the_command_prints_every_figure(tmp_path: Path, tiny_llama: Path):
     write_rows(tmp_path / "rows.jsonl", 64)
     done = fleetune(

@@ -95,8 +95,8 @@ def reader(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
-#: The pages that a newcomer reads; the others run with the long tests.
-FIRST = ("README.md", "quickstart.md")
+#: The page that a newcomer reads; the others run with the long tests.
+FIRST = ("README.md",)
 
 
 @pytest.mark.claim(

@@ -207,6 +207,7 @@ def test_the_result_of_a_model_without_a_template_carries_the_one_it_was_trained
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_run_is_asked_with_the_template_it_was_trained_with(tmp_path: Path, tiny_llama: Path):
     """Not with the base model's: the held-out loss of both would differ."""
     (tmp_path / "own.jinja").write_text(
@@ -226,6 +227,7 @@ def test_a_run_is_asked_with_the_template_it_was_trained_with(tmp_path: Path, ti
     assert json.loads(done.stdout)["loss"] == pytest.approx(after["loss"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_precision_of_a_run_is_that_of_its_figures_too(tmp_path: Path, tiny_llama: Path):
     """Evaluated in what it was trained in, whatever this machine would choose; in 16 bits the loss is another one."""
     write_rows(tmp_path / "rows.jsonl", 16)
