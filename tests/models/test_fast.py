@@ -16,6 +16,7 @@ from fleetune.models.objective import TokenLoss
 from fleetune.models.wanted import WantedAdapter, WantedModel, load_whole
 from fleetune.spec.records import MicroBatch
 from micro_batches import one_by_one, random_batch
+from models.awake import awake
 
 CPU = torch.device("cpu")
 BATCH = random_batch([7, 40, 5, 33, 7, 2, 1, 19])
@@ -40,13 +41,7 @@ RECOGNISED = {
 def loaded(folder: Path, *, precision="fp32", fast=True, dropout=0.0, kind="lora") -> CausalModel:
     """A model with an adapter that does something."""
     adapter = WantedAdapter(kind, 4, 8.0, dropout, ())
-    model = load_whole(WantedModel(folder, precision, adapter=adapter, fast=fast), CPU)
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.trained():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.2, generator=generator)
-    return model
+    return awake(load_whole(WantedModel(folder, precision, adapter=adapter, fast=fast), CPU))
 
 
 def loss_and_gradients(model: CausalModel, batch: MicroBatch) -> tuple[float, dict[str, torch.Tensor]]:

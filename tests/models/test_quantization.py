@@ -28,6 +28,7 @@ from fleetune.spec.layout import Layout
 from fleetune.spec.model_shape import read_shape
 from fleetune.spec.quantized import SCHEMES, is_quantizable, quantized_bytes
 from micro_batches import random_batch
+from models.awake import awake
 
 CPU = torch.device("cpu")
 #: Rows of whole blocks and not, fewer weights than a block, and a number of blocks that needs a second nested scale.
@@ -46,12 +47,7 @@ def adapted(folder: Path, scheme: str, kind: str = "lora", *, dtype: str = "fp32
     """A quantised model with an adapter whose second factors are not zero, in training mode."""
     model = load_model(folder, dtype=dtype, device=CPU, trainable=False, quantized=quantized(folder, scheme, dtype=dtype))
     add_adapter(model, adapter=kind, rank=4, alpha=6, dropout=dropout, targets=(), seed=3)
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.trained():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.2, generator=generator)
-    return model
+    return awake(model)
 
 
 def base_bytes(model: CausalModel) -> dict[str, bytes]:

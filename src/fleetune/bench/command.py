@@ -33,8 +33,7 @@ MEASUREMENTS: dict[str, Callable[..., Report]] = {
 
 def main(text: str) -> int:
     request = json.loads(text)
-    given = request["asked"]
-    asked = Asked(**{**given, "data": tuple(given["data"]), "flags": tuple(given.get("flags", ()))})
+    asked = Asked(**{**request["asked"], "data": tuple(request["asked"]["data"])})
     measure = MEASUREMENTS[request["measurement"]]
     try:
         report = measure(asked, Path(request["folder"]), tell=lambda line: print(line, file=sys.stderr, flush=True))

@@ -10,11 +10,12 @@ from typing import Any
 
 from fleetune.bench.figures import Figures, Spread
 from fleetune.bench.random_model import write_random_model
-from fleetune.bench.table import heading
+from fleetune.bench.table import grid, heading
 from fleetune.bench.training_run import Asked, machine, prepare, run_fleetune
 from fleetune.spec.errors import UserError
 
 METHODS = ("full", "lora", "qlora")
+_COLUMNS = ("method", "checkpointing", "above the process itself, GB", "saved against full", "whole tree, GB", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,14 @@ class MemoryReport:
         }
 
     def lines(self) -> list[str]:
-        head = [
-            *heading(self.asked, self.machine),
-            "| method | checkpointing | above the process itself, GB | saved against full | whole tree, GB | tokens/s |",
-            "|---|---|---|---|---|---|",
-        ]
-        return [*head, *(self._line(row) for row in self.rows)]
+        return [*heading(self.asked, self.machine), *grid(_COLUMNS, map(self._cells, self.rows))]
 
-    def _line(self, row: Row) -> str:
+    def _cells(self, row: Row) -> list[str]:
         checkpointing = "yes" if row.checkpointing else "no"
         if row.failure is not None:
-            return f"| {row.method} | {checkpointing} | did not run: {row.failure[:200]} | | | |"
+            return [row.method, checkpointing, f"did not run: {row.failure[:200]}"]
         saving = self.saving(row)
-        cells = [
+        return [
             row.method,
             checkpointing,
             f"{row.own_bytes / 1e9:.2f}",
@@ -88,7 +84,6 @@ class MemoryReport:
             f"{row.tree_bytes / 1e9:.2f}",
             Spread.of([run.tokens_per_s for run in row.runs]).text(),
         ]
-        return f"| {' | '.join(cells)} |"
 
 
 def measure(asked: Asked, folder: Path, *, tell: Callable[[str], None]) -> MemoryReport:

@@ -12,12 +12,13 @@ from typing import Any
 
 from fleetune.bench.figures import Figures, Spread
 from fleetune.bench.slow_link import environment, slow_link
-from fleetune.bench.table import heading
+from fleetune.bench.table import grid, heading
 from fleetune.bench.training_run import Asked, figures_of, last_line, machine, prepare, run_fleetune, train_command
 from fleetune.spec.errors import UserError
 from fleetune.spec.run_folder import RunFolder
 
 _PORT = 29571
+_COLUMNS = ("processes", "link", "tokens/s", "GB per device", "speed-up", "efficiency", "loss differs by", "MB sent a step")
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,11 @@ class ScalingReport:
         }
 
     def lines(self) -> list[str]:
-        head = [
-            *heading(self.asked, self.machine),
-            "| processes | link | tokens/s | GB per device | speed-up | efficiency | loss differs by | MB sent a step |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        return [*head, *(self._line(row) for row in self.rows)]
+        return [*heading(self.asked, self.machine), *grid(_COLUMNS, map(self._cells, self.rows))]
 
-    def _line(self, row: Row) -> str:
+    def _cells(self, row: Row) -> list[str]:
         link = "loopback" if row.link_mbit is None else f"{row.link_mbit} Mbit/s"
-        cells = [
+        return [
             str(row.processes),
             "" if row.processes == 1 else link,
             row.tokens_per_s.text(),
@@ -99,7 +95,6 @@ class ScalingReport:
             f"{self.loss_difference(row):.1e}",
             f"{row.bytes_sent / 1e6:.1f}",
         ]
-        return f"| {' | '.join(cells)} |"
 
 
 def measure(asked: Asked, folder: Path, *, tell: Callable[[str], None]) -> ScalingReport:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fleetune.bench.figures import Figures, Spread
 from fleetune.bench.process_tree import run_watched
-from fleetune.bench.table import lines_of
+from fleetune.bench.table import grid, heading
 from fleetune.bench.training_run import Asked, last_line, machine, prepare, run_fleetune, steps_of
 from fleetune.data.store import TokenStore
 from fleetune.spec.errors import UserError
@@ -23,6 +23,9 @@ from fleetune.spec.run_folder import RunFolder, read_json
 
 #: What TRL is tried with: the best that were found for it on CPUs, packed without padding, and padded batches.
 TRL_SETTINGS = ({"batch": 2, "packing": True}, {"batch": 8, "packing": False})
+
+
+_COLUMNS = ("program", "tokens/s", "trained tokens/s", "peak memory, GB", "first step after, s", "last loss")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,26 @@ class Report:
         }
 
     def lines(self) -> list[str]:
-        return lines_of(self)
+        """One row a program and setting, medians with (smallest to largest), then the ratios."""
+        kinds = dict.fromkeys((run.program, run.settings) for run in self.runs)
+        rows = [_row_of(f"{program}, {settings}", self.of(program, settings)) for program, settings in kinds]
+        rows.append(["matrix products alone", f"{self.limit_tokens_per_s:.0f}"])
+        end = ["", f"share of what matrix products alone allow: {100 * self.share_of_matmul_limit:.0f} %"]
+        if self.best is not None:
+            speed, memory = self.ratio(lambda run: run.tokens_per_s), self.ratio(lambda run: run.peak_memory_bytes)
+            end.append(f"against TRL, {self.best}: {speed:.2f} x the speed, {memory:.2f} x the memory")
+        return [*heading(self.asked, self.machine), *grid(_COLUMNS, rows), *end]
+
+
+def _row_of(name: str, runs: list[Figures]) -> list[str]:
+    return [
+        name,
+        Spread.of([run.tokens_per_s for run in runs]).text(),
+        Spread.of([run.trained_tokens_per_s for run in runs]).text(),
+        Spread.of([float(run.peak_memory_bytes) for run in runs]).text(1e9, 1),
+        Spread.of([run.first_step_s for run in runs]).text(digits=1),
+        f"{runs[-1].steps[-1].loss:.3f}",
+    ]
 
 
 def measure(asked: Asked, folder: Path, *, tell: Callable[[str], None]) -> Report:

@@ -13,23 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Bytes per element of every number format that a checkpoint may hold; anything else is refused.
-DTYPE_BYTES: Mapping[str, int] = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
+from fleetune.spec.stored_tensor import VALUE_BYTES
 
-#: The same formats by their torch names.
+#: Number formats that a checkpoint may hold, by their torch names; any other is refused.
 DTYPE_OF_TORCH: Mapping[str, str] = {
     "float64": "F64",
     "float32": "F32",
@@ -44,6 +30,9 @@ DTYPE_OF_TORCH: Mapping[str, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+
+#: Bytes per element of each.
+DTYPE_BYTES: Mapping[str, int] = {dtype: VALUE_BYTES[dtype] for dtype in DTYPE_OF_TORCH.values()}
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,11 @@ def refuse(intent: Intent, what: str) -> None:
     """Raises UserError where smoke is asked for in a place that does not try anything."""
     if intent.spec.output.smoke:
         intent.close()
-        raise UserError(f"smoke is of the command fleetune train, and {what} cannot try a run out: leave it out")
+        raise UserError(refusal(what))
+
+
+def refusal(what: str) -> str:
+    return f"smoke is of the command fleetune train, and {what} cannot try a run out: leave it out"
 
 
 def smoke(intent: Intent, *, tell: Callable[[str], None]) -> Trial:

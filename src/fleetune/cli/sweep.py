@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetune.cli.intent import work_out
+from fleetune.cli.smoke import refusal
 from fleetune.spec.declared import declared
 from fleetune.spec.errors import UserError, raise_if_any
 from fleetune.spec.given import Source
@@ -88,7 +89,7 @@ def _problems(sweep: Sweep, candidate: Candidate) -> Iterator[str]:
     if (sweep.folder / candidate.name / "summary.json").is_file():
         return
     if candidate.values.get("smoke"):
-        yield f"run {candidate.name}: smoke is of the command fleetune train, and a sweep cannot try a run out: leave it out"
+        yield f"run {candidate.name}: {refusal('a sweep')}"
         return
     try:
         work_out(Source("file", settings_of(sweep, candidate), name=f"run {candidate.name}"))

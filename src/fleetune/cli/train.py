@@ -100,12 +100,12 @@ def tell_account(finished: Finished) -> None:
 
 def tell_next(finished: Finished) -> None:
     """What a person may type now."""
+    from fleetune.training.prepared import Prepared
+
     folder = finished.folder.path
     here = Path.cwd()
     name = shlex.quote(str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder))
     say("")
-    from fleetune.training.prepared import Prepared
-
     system = Prepared.read(finished.folder).system
     asked = f" --system {shlex.quote(system)}" if system else ""  # it learned to reply behind this text
     say(f'ask it:    fleetune generate {name}{asked} "..."')

@@ -117,8 +117,7 @@ class TokenStore:
 
     def longest_first(self) -> np.ndarray:
         """The sequences by their number of tokens, int64 [S], the longest first; equal ones in their order."""
-        before = np.concatenate([[0], np.cumsum(self.documents["length"][self.entries["document"]], dtype=np.int64)])
-        return np.argsort(-np.diff(before[self.bounds]), kind="stable")
+        return np.argsort(-self._lengths(np.add), kind="stable")
 
     def entries_of(self, sequence: int) -> np.ndarray:
         """`ENTRY` [D] of one sequence."""
@@ -127,10 +126,12 @@ class TokenStore:
     def heaviest_first(self) -> np.ndarray:
         """Sequence numbers, int64 [num_sequences]: those with the longest document first, since attention and padding grow with
         it, and of these the ones with the most tokens."""
+        return np.lexsort((-self._lengths(np.add), -self._lengths(np.maximum)))  # equal ones stay in their order
+
+    def _lengths(self, of: np.ufunc) -> np.ndarray:
+        """int64 [num_sequences]: the lengths of each sequence's documents, put together by `of`. None is without a document."""
         lengths = self.documents["length"][self.entries["document"]].astype(np.int64)
-        starts = np.asarray(self.bounds[:-1], dtype=np.int64)
-        longest, total = np.maximum.reduceat(lengths, starts), np.add.reduceat(lengths, starts)
-        return np.lexsort((np.arange(len(starts)), -total, -longest))
+        return of.reduceat(lengths, np.asarray(self.bounds[:-1], dtype=np.int64))
 
     def sample_ids(self, sequences: Sequence[int] | np.ndarray) -> tuple[str, ...]:
         """Sample ids of `sequences`, in order."""

@@ -75,9 +75,8 @@ class Size:
         others = (device for device in range(num_processes + before) if device not in self.devices)
         pool = [*self.devices, *others]
         self.devices = tuple(sorted(pool[:num_processes]))
-        self.at_least = min(
-            self._asked_least, num_processes
-        )  # back at the old size, it shrinks by itself no further than before
+        # Back at the old size, it shrinks by itself no further than before.
+        self.at_least = min(self._asked_least, num_processes)
         self._blamed = None
         return Resize(before, num_processes, cause)
 

@@ -32,6 +32,10 @@ class Factors:
     b: torch.Tensor
     scale: float
 
+    def dense(self) -> torch.Tensor:
+        """The frozen weight as a tensor; of a quantised one made anew."""
+        return self.weight.dense() if isinstance(self.weight, QuantizedLinear) else self.weight
+
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What autograd is told of."""
         return None if isinstance(self.weight, QuantizedLinear) else self.weight, self.bias, self.a, self.b
@@ -54,8 +58,7 @@ def _products(rows: torch.Tensor, layers: Sequence[Factors]) -> tuple[tuple[torc
     low = rows @ _joined([layer.a for layer in layers]).t()
     made, start = [], 0
     for layer in layers:
-        dense = layer.weight.dense() if isinstance(layer.weight, QuantizedLinear) else layer.weight
-        y = nn.functional.linear(rows, dense, layer.bias)
+        y = nn.functional.linear(rows, layer.dense(), layer.bias)
         end = start + len(layer.a)
         made.append(y.addmm_(low[:, start:end], layer.b.t(), alpha=layer.scale))
         start = end
@@ -83,7 +86,7 @@ def _gradients(
     d_rows = None
     if needs_rows:
         for layer, d_y in zip(layers, d_ys):
-            dense = layer.weight.dense() if isinstance(layer.weight, QuantizedLinear) else layer.weight
+            dense = layer.dense()
             d_rows = d_y @ dense if d_rows is None else d_rows.addmm_(d_y, dense)
         assert d_rows is not None
         d_rows.addmm_(d_low, _joined([layer.a for layer in layers]))

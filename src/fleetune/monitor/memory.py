@@ -7,6 +7,7 @@ the disk, once for every process. The kernel keeps no peak of the sum, so a thre
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -67,10 +68,14 @@ def return_free_memory() -> None:
     process was at 2.0 GB (peak 2.2), and at 1.5 GB (peak 1.8) where it gave them back after every step; the time of a step did
     not change by more than it varies.
     """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def _kilobytes(text: bytes, key: bytes) -> int:

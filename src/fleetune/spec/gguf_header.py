@@ -23,6 +23,7 @@ MAX_TENSORS = 1_000_000
 MAX_NAME_BYTES = 1 << 16
 MAX_DIMS = 8
 MAX_ALIGNMENT = 1 << 20
+_ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
 #: Longer lists (vocabularies, merges) are stepped over unless they are asked for; only how long they are is kept.
 MAX_LISTED = 4096
 
@@ -86,7 +87,7 @@ class GgufHeader:
     @property
     def alignment(self) -> int:
         """What the data of the tensors begins at a multiple of."""
-        return int(self.keys.get("general.alignment", 32))
+        return int(self.keys.get(_ALIGNMENT, _DEFAULT_ALIGNMENT))
 
     @property
     def architecture(self) -> str:
@@ -157,7 +158,7 @@ class _Reader:
             if name in tensors:
                 raise self.damaged(f"the tensor {name} stands twice")
             tensors[name] = tensor
-        alignment = keys.get("general.alignment", 32)
+        alignment = keys.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT:
             raise self.damaged(f"it says that its data is aligned to {alignment!r}")
         data_start = self.at + -self.at % alignment

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fleetune.spec.errors import UserError, raise_if_any
-from fleetune.spec.stored_tensor import FLOAT_BYTES, OTHER_BYTES, StoredTensor
+from fleetune.spec.stored_tensor import VALUE_BYTES, StoredTensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -26,7 +26,6 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 64
 #: Pickles, whatever they are called: reading one runs its code.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_VALUE_BYTES = {**FLOAT_BYTES, **OTHER_BYTES}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -120,12 +119,12 @@ def _tensor(name: str, entry: Any, data_start: int) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {said} has not exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _VALUE_BYTES:
+    if not isinstance(dtype, str) or dtype not in VALUE_BYTES:
         raise ValueError(f"tensor {said} has the number format {str(dtype)[:40]!r}, which is not known")
     if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"the shape or data_offsets of tensor {said} are not whole numbers from 0")
     start, end = offsets
-    num_bytes = math.prod(shape) * _VALUE_BYTES[dtype]
+    num_bytes = math.prod(shape) * VALUE_BYTES[dtype]
     if end - start != num_bytes:
         raise ValueError(f"tensor {said} at bytes {offsets} does not fit its shape {shape} in {dtype}")
     return StoredTensor(tuple(shape), dtype, num_bytes, data_start + start)
